@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of one microbatch: pieces of documents packed end to end into T rows.
+
+Shapes (T is the plan's padded length, P the number of pieces; a filler has P = 1 segment of padding only):
+
+    tokens, labels, position_ids      [1, T]    int64
+    loss_mask                         [1, T]    float32, 1 where ``labels`` is a real next token
+    cu_seqlens_q / cu_seqlens_kv      [P + 1]   int32, real lengths, ends at the number of real tokens
+    cu_seqlens_*_padded               [P + 1]   int32, rows including padding, ends at T
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Callable
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+if TYPE_CHECKING:
+    from megatron_dyn.planning import MicrobatchPlan
+
+_PACKED_TENSORS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+@dataclass(kw_only=True)
+class PackedMicrobatch:
+    """One THD forward: what the model, the loss and the log need of a microbatch.
+
+    Attributes:
+        tokens: [1, T] int64, the padding rows hold the padding token's id.
+        labels: [1, T] int64, the next token of the same document; 0 where there is none.
+        position_ids: [1, T] int64, restart at 0 in each piece; 0 in padding.
+        loss_mask: [1, T] float32, 1.0 where ``labels`` counts; its sum is ``plan.num_loss_tokens``.
+        packed_seq_params: megatron-core's description of the segments (``qkv_format="thd"``).
+        plan: the MicrobatchPlan this was built from; T comes from it and from nowhere else.
+        step: the optimizer step it belongs to.
+        index: its place among the microbatches of its data-parallel rank in that step.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    packed_seq_params: PackedSeqParams
+    plan: MicrobatchPlan
+    step: int
+    index: int
+
+    @property
+    def T(self) -> int:
+        """Rows of this microbatch, padding included."""
+        return self.plan.T
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedMicrobatch:
+        """Returns a copy in which ``function`` was applied to every tensor; tensors that were one object stay one."""
+        done: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in done:
+                done[id(tensor)] = function(tensor)
+            return done[id(tensor)]
+
+        packed = dataclasses.replace(
+            self.packed_seq_params,
+            **{name: once(getattr(self.packed_seq_params, name)) for name in _PACKED_TENSORS},
+        )
+        return dataclasses.replace(
+            self,
+            tokens=once(self.tokens),
+            labels=once(self.labels),
+            position_ids=once(self.position_ids),
+            loss_mask=once(self.loss_mask),
+            packed_seq_params=packed,
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedMicrobatch:
+        """Returns this microbatch with every tensor on ``device``.
+
+        Args:
+            device: where to copy to; tensors that are there already are shared, not copied.
+            non_blocking: asynchronous on the current stream where the source is pinned.
+        """
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
