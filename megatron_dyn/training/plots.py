@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of a run: the curves over its steps, and how one step's documents were packed.
+
+Figures are made with matplotlib's object interface on the Agg canvas: no window system, no global state, any thread.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from megatron_dyn.training.metrics import Metrics, StepRecord
+
+if TYPE_CHECKING:
+    from megatron_dyn.planning import StepPlan
+
+MOST_BARS = 40
+"""Microbatches drawn in a picture of a step's packing; more cannot be told apart."""
+MOST_POINTS = 20_000
+"""Points drawn in the scatter of T."""
+
+BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#e07b39", "#3a8f5c", "#c0392b", "#8a8f98"
+LENGTH_COLOURS = LinearSegmentedColormap.from_list("length", ["#cfe8f3", "#7fc1d8", "#3d8fb8", "#23588f", "#1b2a5c"])
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _tidy(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.grid(True, color="#e6e8eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors="#40454d", labelsize=9)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)
+
+
+def _smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over the last `window` values; over fewer at the start. Not-a-number counts for nothing."""
+    valid = np.isfinite(values)
+    total, count = np.cumsum(np.where(valid, values, 0.0)), np.cumsum(valid)
+    total[window:], count[window:] = total[window:] - total[:-window], count[window:] - count[:-window]
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def plot_run(metrics: Metrics, path: Path, *, title: str) -> None:
+    """Draws the loss with its evaluations, T of every microbatch under the capacity, and the fill, over the steps.
+
+    Args:
+        metrics: at least one step.
+        path: the PNG to write; replaced in one move.
+    """
+    steps = metrics.steps
+    if not steps:
+        raise ValueError(f"{path}: there is no step to draw")
+    figure = _figure(9.5, 9.0)
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    loss_axes, length_axes, fill_axes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2.4, 1.4])
+    _draw_loss(loss_axes, metrics)
+    _draw_lengths(length_axes, steps)
+    _draw_fill(fill_axes, steps)
+    fill_axes.set_xlabel("iteration (optimizer steps)")
+    fill_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _save(figure, path)
+
+
+def _column(steps: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    return np.array([np.nan if step[key] is None else step[key] for step in steps], dtype=float)
+
+
+def _draw_loss(axes: Any, metrics: Metrics) -> None:
+    _tidy(axes)
+    iterations, losses = _column(metrics.steps, "iteration"), _column(metrics.steps, "lm loss")
+    window = max(1, len(iterations) // 40)
+    few = len(iterations) <= 80
+    axes.plot(iterations, losses, color=BLUE, linewidth=1.6 if window == 1 else 0.8, alpha=1 if window == 1 else 0.35,
+              marker="o" if few else None, markersize=3, label="training")  # fmt: skip
+    if window > 1:
+        axes.plot(iterations, _smooth(losses, window), color=BLUE, linewidth=1.8, label=f"training, mean of {window} steps")
+    evaluated = [record for record in metrics.validations if record["validation lm loss"] is not None]
+    if evaluated:
+        axes.plot(
+            [record["iteration"] for record in evaluated], [record["validation lm loss"] for record in evaluated],
+            color=ORANGE, linewidth=1.2, linestyle="--", marker="D", markersize=6, markeredgecolor="white", label="held-out documents",
+        )  # fmt: skip
+    skipped = [step["iteration"] for step in metrics.steps if step["skipped"]]
+    for position, iteration in enumerate(skipped):
+        axes.axvline(iteration, color=RED, linewidth=1, alpha=0.5, label=f"skipped steps ({len(skipped)})" if position == 0 else None)
+    axes.set_ylabel("lm loss (nats / token)")
+    axes.set_title("Loss", loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+
+
+def _draw_lengths(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
+    _tidy(axes)
+    counts = np.array([len(step["T"]) for step in steps])
+    iterations = np.repeat(_column(steps, "iteration"), counts)
+    lengths = np.concatenate([np.asarray(step["T"], dtype=float) for step in steps])
+    stride = -(-len(lengths) // MOST_POINTS)
+    size = float(np.clip(4000 / max(1, len(lengths) / stride), 2, 18))
+    axes.scatter(iterations[::stride], lengths[::stride], s=size, color=GREEN, alpha=0.55, linewidths=0,
+                 label="one microbatch" if stride == 1 else f"one microbatch of {stride}")  # fmt: skip
+    axes.plot(_column(steps, "iteration"), _column(steps, "capacity"), color=RED, linewidth=1.4, label=f"capacity {steps[-1]['capacity']:,}")
+    axes.set_ylim(0, float(max(_column(steps, "capacity").max(), lengths.max())) * 1.08)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_ylabel("T (tokens)")
+    axes.set_title(f"Packed length of every microbatch: {len(np.unique(lengths)):,} different T", loc="left", fontsize=11)
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower right")
+
+
+def _draw_fill(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
+    _tidy(axes)
+    iterations = _column(steps, "iteration")
+    axes.plot(iterations, _column(steps, "slot-fill"), color=GREY, linewidth=1.3, label="slot fill: real tokens / sum of T")
+    axes.plot(iterations, _column(steps, "fill"), color=GREEN, linewidth=1.5, label="fill: real tokens / (microbatches x B)")
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylabel("share of tokens")
+    axes.set_title("Fill", loc="left", fontsize=11)
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower right")
+
+
+def describe_packing(plan: "StepPlan", record: StepRecord) -> dict[str, Any]:
+    """What a picture of a step's packing needs, JSON-able: of at most `MOST_BARS` microbatches, the same number of each rank."""
+    ranks = plan.microbatches[:MOST_BARS]
+    each = max(1, MOST_BARS // len(ranks))
+    return {
+        "iteration": record.iteration,
+        "documents": record.documents,
+        "microbatches": record.microbatches,
+        "data_parallel_size": len(plan.microbatches),
+        "fill": record.fill,
+        "slot_fill": record.slot_fill,
+        "max_tokens_per_microbatch": record.max_tokens_per_microbatch,
+        "capacity": record.capacity,
+        "ranks": [
+            [{"T": int(microbatch.T), "pieces": [int(piece.length) for piece in microbatch.pieces]} for microbatch in rank[:each]] for rank in ranks
+        ],
+    }
+
+
+def plot_packing(packing: Mapping[str, Any], path: Path) -> None:
+    """Draws one step: a bar a microbatch, made of its pieces, its padding, and what is left up to the capacity.
+
+    Args:
+        packing: as `describe_packing` made it.
+        path: the PNG to write; replaced in one move.
+    """
+    ranks, capacity = packing["ranks"], packing["capacity"]
+    bars = [bar for rank in ranks for bar in rank]
+    lengths = [length for bar in bars for length in bar["pieces"]] or [1]
+    norm = LogNorm(vmin=max(1, min(lengths)), vmax=max(2, max(lengths), min(lengths) + 1))
+    gap, height = 0.55, 0.74
+    figure = _figure(10.5, min(14.0, 2.3 + 0.3 * len(bars) + 0.2 * len(ranks)))
+    axes = figure.subplots()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.tick_params(colors="#40454d", labelsize=9)
+    pieces: list[Rectangle] = []
+    colours: list[Any] = []
+    ticks: list[float] = []
+    labels: list[str] = []
+    y, any_padding = 0.0, False
+    for rank_index, rank in enumerate(ranks):
+        top = y
+        for index, bar in enumerate(rank):
+            axes.add_patch(Rectangle((0, y), capacity, height, facecolor="#f3f4f6", edgecolor="none"))
+            start = 0
+            for length in bar["pieces"]:
+                pieces.append(Rectangle((start, y), length, height))
+                colours.append(LENGTH_COLOURS(norm(max(1, length))))
+                start += length
+            if bar["T"] > start:
+                any_padding = True
+                axes.add_patch(Rectangle((start, y), bar["T"] - start, height, facecolor="#fde3cf", edgecolor=ORANGE, hatch="/////", linewidth=0.6))
+            axes.text(capacity * 1.01, y + height / 2, f"T {bar['T']:,}", va="center", fontsize=8, color="#40454d")
+            ticks.append(y + height / 2)
+            labels.append(f"{index}")
+            y += 1
+        if packing["data_parallel_size"] > 1:
+            middle = (top + y - 1 + height) / 2
+            axes.text(-0.055 * capacity, middle, f"DP rank {rank_index}", rotation=90, va="center", ha="center", fontsize=9, color="#40454d")
+        y += gap
+    edge = 0.6 if len(pieces) <= 40 * len(bars) else 0.15
+    axes.add_collection(PatchCollection(pieces, facecolors=colours, edgecolors="white", linewidths=edge))
+    axes.axvline(capacity, color=RED, linewidth=1.4)
+    axes.set_xlim(0, capacity * 1.09)
+    axes.set_ylim(y - gap, -0.3)
+    axes.set_yticks(ticks, labels)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("microbatch", labelpad=22 if packing["data_parallel_size"] > 1 else 4)
+    shown = "" if len(bars) == packing["microbatches"] else f" (the first {len(bars)} are shown)"
+    figure.suptitle(f"Packing of step {packing['iteration']}", fontsize=14, fontweight="bold")
+    axes.set_title(
+        f"{packing['documents']:,} documents in {packing['microbatches']:,} microbatches{shown}   |   "
+        f"fill {packing['fill']:.1%}   |   slot fill {packing['slot_fill']:.1%}",
+        fontsize=10,
+        color="#40454d",
+    )
+    legend = [Patch(facecolor="#f3f4f6", label="unused budget"), Patch(facecolor=RED, label=f"capacity {capacity:,}")]
+    if any_padding:
+        legend.insert(0, Patch(facecolor="#fde3cf", edgecolor=ORANGE, hatch="/////", label="padding"))
+    axes.legend(handles=legend, frameon=False, fontsize=9, ncols=3, loc="upper right", bbox_to_anchor=(0.95, -0.1 - 0.6 / len(bars)))
+    colour_bar = figure.colorbar(ScalarMappable(norm=norm, cmap=LENGTH_COLOURS), ax=axes, pad=0.01, fraction=0.03, aspect=30)
+    colour_bar.set_label("length of a piece (tokens)", fontsize=9)
+    colour_bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    colour_bar.outline.set_visible(False)
+    _save(figure, path)
