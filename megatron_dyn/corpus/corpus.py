@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What planning and microbatch see of the data: documents with lengths, and slices of their tokens.
+
+| name        | shape    | dtype | meaning                                       |
+|-------------|----------|-------|-----------------------------------------------|
+| lengths     | [D]      | int64 | tokens per (virtual) document; 0 is legal     |
+| tokens(...) | [length] | int64 | a slice of one document, a copy               |
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Sequence
+
+import numpy as np
+
+from megatron_dyn.corpus.blending import SPLIT_NAMES, blended_order, parse_data_path, parse_split, split_ranges
+from megatron_dyn.corpus.errors import CorpusError
+from megatron_dyn.corpus.indexed_reader import IndexedReader
+
+
+class Corpus:
+    """One split (train, valid or test) of a data set, blended or not.
+
+    Args:
+        readers: the files it draws from.
+        ranges: document range [first, last) of each reader that belongs to this split.
+        weights: share of the tokens of an epoch each reader has; None: each document once.
+        seed: of the selection for fractional passes of a blend.
+        name: ``train``, ``valid`` or ``test``, for messages.
+
+    Attributes:
+        lengths: int64 [num_documents], tokens per document.
+        fingerprint: hex digest; changes when documents, their order, lengths, weights or split change, not when files move.
+
+    Raises:
+        CorpusError: a reader has no tokens in its range.
+    """
+
+    def __init__(
+        self,
+        readers: Sequence[IndexedReader],
+        ranges: Sequence[tuple[int, int]],
+        *,
+        weights: Sequence[float] | None = None,
+        seed: int = 1234,
+        name: str = "train",
+    ) -> None:
+        self.name = name
+        self.weights = None if weights is None or len(readers) == 1 else list(weights)
+        self._readers = list(readers)
+        self._ranges = list(ranges)
+        self._seed = seed
+        parts = [reader.lengths[first:end] for reader, (first, end) in zip(readers, ranges)]
+        for reader, (first, end), lengths in zip(readers, ranges, parts):
+            if not lengths.sum():
+                raise CorpusError(
+                    f"{reader.prefix}: documents {first} to {end - 1}, its {name} part, hold no token; change --split or leave the corpus out"
+                )
+        self._corpus_of, documents = blended_order(parts, self.weights, seed)
+        firsts = np.array([first for first, _ in ranges])
+        self._document_of = documents + firsts[self._corpus_of]
+        self.lengths = np.empty(len(documents), np.int64)
+        for i, reader in enumerate(readers):
+            mine = self._corpus_of == i
+            self.lengths[mine] = reader.lengths[self._document_of[mine]]
+        self.fingerprint = self._fingerprint()
+
+    def _fingerprint(self) -> str:
+        facts = {
+            "documents": [reader.fingerprint for reader in self._readers],
+            "ranges": [[int(first), int(end)] for first, end in self._ranges],
+            "weights": self.weights,
+            "seed": None if self.weights is None else self._seed,
+        }
+        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
+        # The order itself as well: a new numpy that selected otherwise must not pass for the old corpus.
+        digest.update(self._corpus_of.astype("<i4"))
+        digest.update(self._document_of.astype("<i8"))
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return int(self.lengths.sum())
+
+    def _locate(self, document: int) -> tuple[IndexedReader, int]:
+        if not 0 <= document < len(self.lengths):
+            raise CorpusError(f"the {self.name} corpus has documents 0 to {len(self.lengths) - 1}, not {document}")
+        return self._readers[self._corpus_of[document]], int(self._document_of[document])
+
+    def tokens(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
+        """``length`` tokens of a document (None: to its end), int64 [length], ids checked against the vocabulary.
+
+        Raises:
+            CorpusError: the slice is not inside the document, or an id is outside the vocabulary.
+        """
+        reader, found = self._locate(document)
+        return reader.tokens(found, start, length)
+
+    def describe(self, document: int) -> str:
+        """Where a document lies, for messages: ``prefix, document 17`` (its number in the file)."""
+        reader, found = self._locate(document)
+        return reader.describe(found)
+
+    def report(self) -> list[str]:
+        """Lines for the log: what an epoch holds, and the share each corpus of a blend really has."""
+        empty = int((self.lengths == 0).sum())
+        lines = [f"{self.name}: {len(self)} documents ({empty} empty), {self.num_tokens} tokens an epoch"]
+        if len(self._readers) == 1:
+            return lines
+        for i, (reader, (first, end)) in enumerate(zip(self._readers, self._ranges)):
+            tokens = int(self.lengths[self._corpus_of == i].sum())
+            passes = tokens / int(reader.lengths[first:end].sum())
+            asked = "" if self.weights is None else f" (asked {self.weights[i]:.2%})"
+            lines.append(f"{self.name}: {reader.prefix}: {tokens / self.num_tokens:.2%} of the tokens{asked}, {passes:.3f} passes an epoch")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSplits:
+    """The splits of a data set; None where the split has no share."""
+
+    train: Corpus | None
+    valid: Corpus | None
+    test: Corpus | None = None
+    report: list[str] = field(default_factory=list)  # lines for the log
+
+
+def open_corpus(
+    data_path: Sequence[str], *, split: str = "98,2", seed: int = 1234, vocab_size: int | None = None
+) -> CorpusSplits:
+    """Opens one corpus or a blend, split by document.
+
+    Args:
+        data_path: as Megatron's ``--data-path``: ``["A"]``, ``["A", "B"]`` or ``["0.7", "A", "0.3", "B"]``.
+        split: shares of train, valid and, if a third is given, documents set aside as test; contiguous by document number.
+        seed: of the selection for fractional passes of a blend.
+        vocab_size: ids must be below it.
+
+    Raises:
+        CorpusError: an argument or a file is wrong, or a split with a share would be empty.
+    """
+    if isinstance(data_path, str):
+        raise CorpusError(f'data_path is the text {data_path!r}; give a list: ["{data_path}"]')
+    blend = parse_data_path(data_path)
+    shares = parse_split(split)
+    opened: dict[str, IndexedReader] = {}
+    for prefix in blend.prefixes:
+        if prefix not in opened:
+            opened[prefix] = IndexedReader(prefix, vocab_size=vocab_size)
+    readers = [opened[prefix] for prefix in blend.prefixes]
+    ranges = [split_ranges(len(reader), shares, reader.prefix) for reader in readers]
+    report = [
+        f"{reader.prefix}: {len(reader)} documents, {reader.num_tokens} tokens, {reader.dtype.name}, "
+        f"{'all ids checked' if reader.scanned else 'ids checked when read (above 1 GiB)'}"
+        for reader in opened.values()
+    ]
+    corpora: dict[str, Corpus | None] = {}
+    for i, name in enumerate(SPLIT_NAMES):
+        corpora[name] = None
+        if shares[i] > 0:
+            parts = [found[i] for found in ranges]
+            corpora[name] = Corpus(readers, parts, weights=blend.weights, seed=seed, name=name)
+            report += corpora[name].report()
+    return CorpusSplits(report=report, **corpora)
