@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pieces -> bins: how many microbatches a step needs, and a first division under the hard caps.
+
+Shapes: p pieces, M bins. `weight` (int64 [p]) is the room a piece takes in tokens, `cost` (int64 [p]) an exact integer
+measure of its time; both fall together, pieces come longest first. All decisions are integer arithmetic with the index as
+the tie-breaker, so that every platform finds the same packing.
+"""
+
+import heapq
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caps:
+    """What a bin may hold."""
+
+    weight: int
+    pieces: int
+
+
+def lower_bound(weight: np.ndarray, caps: Caps) -> int:
+    """No packing has fewer bins: by total weight, by number of pieces, and by pieces above half a bin."""
+    by_weight = -(-int(weight.sum()) // caps.weight)
+    by_count = -(-len(weight) // caps.pieces)
+    by_halves = int(np.count_nonzero(2 * weight > caps.weight))
+    return max(by_weight, by_count, by_halves)
+
+
+def best_fit_decreasing(weight: np.ndarray, caps: Caps) -> np.ndarray:
+    """Bin of each piece, int64 [p]: each piece, longest first, goes to the fullest bin that still has room.
+
+    Needs at most 11/9 of the fewest bins possible (Johnson et al. 1974), in practice the lower bound when many pieces are
+    short. O(p log p).
+    """
+    bin_of, room, bins, count = [], [], [], []  # room: sorted; bins: the bin which has that room
+    for w in weight.tolist():
+        at = bisect_left(room, w)
+        if at == len(room):
+            chosen, left = len(count), caps.weight - w
+            count.append(0)
+        else:
+            chosen, left = bins.pop(at), room.pop(at) - w
+        bin_of.append(chosen)
+        count[chosen] += 1
+        if left > 0 and count[chosen] < caps.pieces:
+            at = bisect_left(room, left)
+            room.insert(at, left)
+            bins.insert(at, chosen)
+    return np.asarray(bin_of, dtype=np.int64)
+
+
+def longest_first(weight: np.ndarray, cost: np.ndarray, num_bins: int, caps: Caps) -> np.ndarray | None:
+    """Bin of each piece, int64 [p], or None when a piece finds no room: each piece goes to the cheapest bin with room."""
+    heap = [(0, b) for b in range(num_bins)]
+    room, count, bin_of = [caps.weight] * num_bins, [0] * num_bins, []
+    for w, c in zip(weight.tolist(), cost.tolist()):
+        passed = []
+        while heap and room[heap[0][1]] < w:
+            passed.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        total, chosen = heap[0]
+        bin_of.append(chosen)
+        room[chosen] -= w
+        count[chosen] += 1
+        if count[chosen] < caps.pieces and room[chosen] > 0:
+            heapq.heapreplace(heap, (total + c, chosen))
+        else:
+            heapq.heappop(heap)
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return np.asarray(bin_of, dtype=np.int64)
+
+
+def fill_empty_bins(bin_of: np.ndarray, cost: np.ndarray, num_bins: int) -> np.ndarray:
+    """Take pieces from the costliest bins that hold several until no bin is empty, or each piece is alone."""
+    bin_of = bin_of.copy()
+    count = np.bincount(bin_of, minlength=num_bins)
+    empty = np.flatnonzero(count == 0).tolist()
+    if not empty:
+        return bin_of
+    members = [[] for _ in range(num_bins)]
+    for piece, b in enumerate(bin_of.tolist()):
+        members[b].append(piece)
+    costs = cost.tolist()
+    heap = [(-sum(costs[p] for p in pieces), b) for b, pieces in enumerate(members) if len(pieces) > 1]
+    heapq.heapify(heap)
+    for target in empty:
+        if not heap:
+            break
+        total, source = heapq.heappop(heap)
+        piece = members[source].pop(0)  # the longest
+        bin_of[piece] = target
+        if len(members[source]) > 1:
+            heapq.heappush(heap, (total + costs[piece], source))
+    return bin_of
+
+
+def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> tuple[np.ndarray, int]:
+    """Divide pieces over the fewest bins that are a multiple of `multiple`.
+
+    Fewest as far as best-fit decreasing finds: finding the true minimum is NP-hard.
+
+    Args:
+        weight: int64 [p], falling, each in 1..caps.weight.
+        cost: int64 [p], not rising.
+
+    Returns:
+        The bin of each piece, int64 [p], and the number of bins. No bin is empty unless there are fewer pieces than bins.
+    """
+    fewest = -(-max(lower_bound(weight, caps), 1) // multiple) * multiple
+    balanced = longest_first(weight, cost, fewest, caps)
+    if balanced is not None:
+        return balanced, fewest
+    tight = best_fit_decreasing(weight, caps)
+    num_bins = -(-(int(tight.max()) + 1) // multiple) * multiple
+    if num_bins > fewest:
+        balanced = longest_first(weight, cost, num_bins, caps)
+        if balanced is not None:
+            return balanced, num_bins
+    return fill_empty_bins(tight, cost, num_bins), num_bins
