@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All ranks agree on a step before the first kernel of it runs.
+
+Every rank plans for itself, so nothing has to be sent; what could go wrong is that two ranks hold different plans (another
+corpus file, another version, a flag that differs), or that one could not make its plan at all. Both would leave the others
+waiting in a collective. One all-reduce of a few integers per step finds either, and every rank raises the same error.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class AgreementError(RuntimeError):
+    """Ranks hold different plans for a step, or one of them failed; raised on every rank, before the step starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What the ranks found out together."""
+
+    stop_requested: bool
+    """At least one rank was asked to stop (SIGTERM): all of them save and leave after this exchange."""
+
+
+class Agreement:
+    """Compares small facts over a process group of CPU tensors.
+
+    Args:
+        group: Group whose backend moves CPU tensors (gloo), over all ranks of the job; None is the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self._group = group
+
+    def check(self, what: str, value: str, *, error: BaseException | None = None, stop_requested: bool = False) -> Agreed:
+        """Meet all ranks; return only if every one of them holds the same value and none has failed.
+
+        Args:
+            what: What the value is, for the message ("the plan of step 12").
+            value: What this rank holds (for a plan: its digest). Ignored when `error` is given.
+            error: Why this rank cannot go on, if it cannot.
+            stop_requested: This rank was asked to stop.
+
+        Returns:
+            Agreed: The facts that any rank reported.
+
+        Raises:
+            AgreementError: On every rank, naming the ranks that failed or differ.
+        """
+        words = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.int32).to(torch.int64)
+        if error is not None:
+            words = torch.zeros_like(words)
+        flags = torch.tensor([error is not None, stop_requested], dtype=torch.int64)
+        # The largest of x and the largest of -x are opposite only where all ranks hold the same x.
+        message = torch.cat([words, -words, flags])
+        try:
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as lost:
+            raise AgreementError(
+                f"a rank was lost while the ranks agreed on {what}: {lost}. Nothing of it was computed; the last checkpoint is intact"
+            ) from (error or lost)
+        failed, stop = (bool(flag) for flag in message[-2:])
+        if failed or not torch.equal(message[: words.numel()], -message[words.numel() : 2 * words.numel()]):
+            self._explain(what, value, error)
+        return Agreed(stop_requested=stop)
+
+    def _explain(self, what: str, value: str, error: BaseException | None) -> None:
+        mine = (value, None if error is None else f"{type(error).__name__}: {error}")
+        everybody: list = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everybody, mine, group=self._group)
+        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everybody) if text is not None]
+        if failures:
+            raise AgreementError(f"{what} cannot start, because {'; '.join(failures)}. No rank has begun it") from error
+        holders: dict[str, list[int]] = {}
+        for rank, (held, _) in enumerate(everybody):
+            holders.setdefault(held, []).append(rank)
+        by_size = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+        described = "; ".join(f"{held[:16]} on ranks {_ranges(ranks)}" for held, ranks in by_size)
+        raise AgreementError(
+            f"the ranks disagree on {what}: {described}. Going on would hang or mix different microbatches. "
+            "Compare the corpus files, the flags and the versions on the ranks that differ"
+        )
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
