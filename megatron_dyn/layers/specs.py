@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Module specs of the GPT decoder: "local" (PyTorch, any device) and "te" (Transformer Engine, GPU)."""
+
+import dataclasses
+import importlib.util
+from typing import Literal
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dyn.layers.attention import ThdAttention
+from megatron_dyn.layers.norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+
+Backend = Literal["local", "te"]
+
+
+def gpt_block_spec(
+    config: TransformerConfig, *, backend: Backend, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers that this pipeline rank (and virtual stage) builds, for ``GPTModel(transformer_layer_spec=...)``.
+
+    Args:
+        config: also decides the kind of norm (``normalization``) and ``qk_layernorm``.
+        backend: "local": Megatron's local linear layers with `ThdAttention` and the norms of `layers.norm`; "te":
+            Transformer Engine's modules as Megatron wires them.
+        vp_stage: the virtual pipeline stage; None without interleaving.
+    Raises:
+        ValueError: an unknown backend or normalization, or "te" without Transformer Engine.
+    """
+    if backend == "te":
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise ValueError(
+                "the 'te' layers need Transformer Engine, which is not installed: install transformer-engine[pytorch] on a "
+                "machine with CUDA, or use the 'local' layers."
+            )
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if backend != "local":
+        raise ValueError(f"layer backend {backend!r} is not known: use 'local' or 'te'.")
+
+    norm = norm_class(config.normalization)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    attention = layer.submodules.self_attention
+    attention = dataclasses.replace(
+        attention, submodules=dataclasses.replace(attention.submodules, core_attention=ThdAttention)
+    )
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    layer = dataclasses.replace(
+        layer,
+        submodules=dataclasses.replace(
+            layer.submodules, input_layernorm=norm, self_attention=attention, pre_mlp_layernorm=norm
+        ),
+    )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def norm_class(normalization: str) -> type:
+    """The local norm that Megatron's ``config.normalization`` names.
+
+    Raises:
+        ValueError: neither "RMSNorm" nor "LayerNorm".
+    """
+    classes = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm}
+    if normalization not in classes:
+        raise ValueError(f"normalization {normalization!r} has no local norm: use one of {', '.join(classes)}.")
+    return classes[normalization]
