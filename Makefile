@@ -3,7 +3,7 @@
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+PIP := $(RUN) -m pip -qq --disable-pip-version-check
 PINS := requirements/demo-cpu.txt
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo

@@ -14,10 +14,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
 import torch
 
+from megatron_dyn.device import compute_device, pin
 from megatron_dyn.microbatch.builder import MicrobatchError, build_microbatch, check_pad_token_id
 from megatron_dyn.microbatch.packed import PackedMicrobatch
 
@@ -54,11 +55,11 @@ class StepStream:
         corpus: the documents that the plans number.
         data_parallel_rank: which part of each StepPlan to build.
         pad_token_id: token id of padding rows, at least 0.
-        device: where the tensors are handed out. They are built and pinned (``stage``) in the background; the copy is issued by the
-            caller's thread on its current stream, so that it is ordered before the kernels that read it.
+        device: where the tensors are handed out; None is this process's compute device. They are built, and pinned where that means
+            something, in the background; the asynchronous copy is issued by the caller's thread on its current stream, so that it is
+            ordered before the kernels that read it.
         prefetch_steps: steps that may be ready or in the making beyond the one handed out. 0 builds in the caller's thread.
         prefetch_microbatches: microbatches that may wait; the next step is always built to its end, whatever its size.
-        stage: applied to each microbatch in the background thread, such as pinning its memory.
         timeout_secs: longest wait for one step before the thread is declared stuck.
     """
 
@@ -69,10 +70,9 @@ class StepStream:
         *,
         data_parallel_rank: int,
         pad_token_id: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         prefetch_steps: int = 2,
         prefetch_microbatches: int = 64,
-        stage: Callable[[PackedMicrobatch], PackedMicrobatch] | None = None,
         timeout_secs: float = 600.0,
     ) -> None:
         if data_parallel_rank < 0:
@@ -88,10 +88,9 @@ class StepStream:
         self._corpus = corpus
         self._rank = data_parallel_rank
         self._pad_token_id = check_pad_token_id(pad_token_id)
-        self._device = torch.device(device)
+        self._device = compute_device() if device is None else torch.device(device)
         self._prefetch_steps = prefetch_steps
         self._prefetch_microbatches = prefetch_microbatches
-        self._stage = stage
         self._timeout_secs = timeout_secs
 
         self.last_wait_secs = 0.0
@@ -228,7 +227,7 @@ class StepStream:
             if not self._wait_for_room(new_step=False):
                 return False
             built = build_microbatch(planned, self._corpus, pad_token_id=self._pad_token_id, step=plan.step, index=index)
-            step.microbatches.append(self._stage(built) if self._stage else built)
+            step.microbatches.append(built.map(pin))
         with self._changed:
             step.complete = True
             self._changed.notify_all()
