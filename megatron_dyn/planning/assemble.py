@@ -15,7 +15,7 @@ import math
 import numpy as np
 
 from megatron_dyn.planning.alignment import round_up
-from megatron_dyn.planning.balance import cheap_ends, deal_to_ranks
+from megatron_dyn.planning.balance import Bins, deal_to_ranks, level_ranks, lower_costliest_bin, order_within_ranks
 from megatron_dyn.planning.config import PlanConfig
 from megatron_dyn.planning.packing import Caps, pack
 from megatron_dyn.planning.pieces import Piece, StepPieces
@@ -43,14 +43,15 @@ def divide(length: np.ndarray, config: PlanConfig) -> tuple[np.ndarray, int]:
     # A piece whose padding would pass B fills a microbatch alone: its own padded length is within the capacity.
     weight = np.minimum(round_up(length[order], config.document_alignment), caps.weight)
     cost = integer_cost(length[order], config)
-    bin_of_sorted, num_bins = pack(weight, cost, caps=caps, multiple=ranks * multiple)
-    bin_cost = np.zeros(num_bins, dtype=np.int64)
-    np.add.at(bin_cost, bin_of_sorted, cost)
-    placed = cheap_ends(deal_to_ranks(bin_cost, ranks)).reshape(-1)
+    bin_of, num_bins = pack(weight, cost, caps=caps, multiple=ranks * multiple)
+    bins = Bins(weight=weight, cost=cost, bin_of=bin_of, num_bins=num_bins, caps=caps)
+    lower_costliest_bin(bins)
+    rank_of = deal_to_ranks(bins.bin_cost, ranks)
+    level_ranks(bins, rank_of, ranks)
     number = np.empty(num_bins, dtype=np.int64)
-    number[placed] = np.arange(num_bins)
+    number[order_within_ranks(bins.bin_cost, rank_of, ranks).reshape(-1)] = np.arange(num_bins)
     microbatch_of = np.empty(len(length), dtype=np.int64)
-    microbatch_of[order] = number[bin_of_sorted]
+    microbatch_of[order] = number[bins.bin_of[: len(length)]]
     return microbatch_of, num_bins // ranks
 
 
