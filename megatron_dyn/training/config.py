@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a run is told, as nested keyword-only dataclasses that are validated once.
+
+Each field carries its explanation in the string below it; `arguments.py` turns field and explanation into a flag with
+the same name (`max_tokens_per_microbatch` -> `--max-tokens-per-microbatch`), and YAML uses the same keys. Names are
+Megatron-LM's wherever it has one. Every check here is a pure function of the settings and of the world size, so all
+ranks refuse a bad run with the same words before any process group exists.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_dyn.pipeline.schedule import check_schedule, microbatch_multiple
+from megatron_dyn.planning import PlanConfig, alignment_for
+from megatron_dyn.training.model import ModelConfig, check_model_parallel
+
+
+class ConfigError(ValueError):
+    """A run's settings are wrong or contradict each other; nothing has been started."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How one model and one step are divided over the ranks."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (TP)."""
+
+    sequence_parallel: bool = False
+    """Divide the activations between the matrices over the TP ranks too (SP). T is then a multiple of TP."""
+
+    pipeline_model_parallel_size: int = 1
+    """Pipeline stages (PP)."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Model chunks on each pipeline rank: the interleaved schedule (VPP). Microbatches per rank become a multiple of PP."""
+
+    use_distributed_optimizer: bool = False
+    """Divide the optimizer's state over the data-parallel ranks."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over the data-parallel ranks while the backward pass still runs."""
+
+    overlap_param_gather: bool = False
+    """Gather the distributed optimizer's parameters while the forward pass runs."""
+
+    distributed_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Backend of the process groups: nccl on GPUs and gloo on CPU, unless said (gloo lets several ranks share one GPU)."""
+
+    distributed_timeout_minutes: int = 10
+    """Minutes that a collective may wait for its peers before the run is given up."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.num_virtual_stages_per_pipeline_rank == 1:
+            self.num_virtual_stages_per_pipeline_rank = None
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            self.sequence_parallel = False  # as Megatron-LM: nothing to divide
+        _require(
+            not self.overlap_param_gather or (self.use_distributed_optimizer and self.overlap_grad_reduce),
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce: "
+            "without them no parameter is gathered at all",
+        )
+        try:
+            check_schedule(self.pipeline_model_parallel_size, self.num_virtual_stages_per_pipeline_rank)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def virtual_pipeline_model_parallel_size(self) -> int | None:
+        """Chunks per pipeline rank under Megatron-Core's name; None without interleaving."""
+        return self.num_virtual_stages_per_pipeline_rank
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model among `world_size` ranks.
+
+        Raises:
+            ConfigError: The ranks cannot be divided into whole copies.
+        """
+        _require(
+            world_size % self.model_parallel_size == 0,
+            f"{world_size} ranks cannot hold whole copies of a model that takes TP {self.tensor_model_parallel_size} x PP "
+            f"{self.pipeline_model_parallel_size} = {self.model_parallel_size} ranks: start a multiple of "
+            f"{self.model_parallel_size} (torchrun --nproc-per-node x --nnodes), or change the parallel sizes",
+        )
+        return world_size // self.model_parallel_size
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Which documents are read, and how a step is made of them."""
+
+    data_path: list[str] = field(default_factory=list)
+    """Prefix of a .bin/.idx pair, or several with weights: `0.7 A 0.3 B` (weights are shares of the tokens)."""
+
+    split: str = "98,2"
+    """Shares of the documents for training and validation, by document index (`98,2`; a third part is left unused)."""
+
+    tokenizer_model: str | None = None
+    """Sentencepiece model the corpus was made with: gives the vocabulary and the special ids."""
+
+    vocab_size: int | None = None
+    """Vocabulary size when no --tokenizer-model is given (before padding for tensor parallelism)."""
+
+    max_tokens_per_microbatch: int | None = None
+    """Token budget B: no packed microbatch holds more tokens."""
+
+    global_batch_size: int | None = None
+    """Documents in one optimizer step. Give this or --global-batch-tokens."""
+
+    global_batch_tokens: int | None = None
+    """Documents are taken into a step until they hold this many tokens. Give this or --global-batch-size."""
+
+    max_documents_per_microbatch: int | None = None
+    """Most pieces packed into one microbatch (none: as many as fit)."""
+
+    oversize: Literal["split", "truncate", "drop", "error"] = "split"
+    """What happens to a document longer than the budget; every use is counted."""
+
+    drop_last: bool = False
+    """Drop the short step at the end of an epoch (counted) instead of training on it."""
+
+    document_order: Literal["shuffle", "sequential"] = "shuffle"
+    """Order of the training documents within an epoch: seeded shuffle, or as stored."""
+
+    prefetch_steps: int = 2
+    """Steps whose plan and tensors are made ahead in the background."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.data_path), "no --data-path: give the prefix of a .bin/.idx pair (python -m megatron_dyn preprocess writes one)")
+        _require(
+            self.max_tokens_per_microbatch is not None,
+            "no --max-tokens-per-microbatch: it is the token budget B of a packed microbatch (what fits into memory, e.g. 8192)",
+        )
+        _require(
+            (self.global_batch_size is None) != (self.global_batch_tokens is None),
+            "exactly one of --global-batch-size (documents a step) and --global-batch-tokens is needed, "
+            f"not {'both' if self.global_batch_size is not None else 'neither'}",
+        )
+        _require(
+            self.tokenizer_model is not None or self.vocab_size is not None,
+            "neither --tokenizer-model nor --vocab-size: the embedding's size would be a guess",
+        )
+        _require(self.vocab_size is None or self.vocab_size >= 1, f"--vocab-size is {self.vocab_size}: it must be at least 1")
+        _require(self.prefetch_steps >= 0, f"--prefetch-steps is {self.prefetch_steps}: it must be at least 0")
+
+
+@dataclass(kw_only=True)
+class OptimizerSettings:
+    """The update: Megatron-Core's optimizer, its learning rate and its weight decay."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Update rule (adam is AdamW)."""
+
+    lr: float | None = None
+    """Highest learning rate."""
+
+    min_lr: float = 0.0
+    """Learning rate that the decay ends in."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay."""
+
+    lr_decay_iters: int | None = None
+    """Steps that the decay takes (default: --train-iters)."""
+
+    lr_warmup_iters: int = 0
+    """Steps of linear warmup."""
+
+    lr_warmup_fraction: float | None = None
+    """Warmup as a fraction of --lr-decay-iters, instead of --lr-warmup-iters."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate that the warmup starts at."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Steps of the final annealing of the WSD schedule."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the WSD annealing."""
+
+    weight_decay: float = 0.01
+    """Weight decay of matrices (norm weights and biases have none)."""
+
+    adam_beta1: float = 0.9
+    """Decay of Adam's first moment."""
+
+    adam_beta2: float = 0.999
+    """Decay of Adam's second moment."""
+
+    adam_eps: float = 1e-8
+    """Term that keeps Adam's division finite."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""
+
+    clip_grad: float = 1.0
+    """Largest norm of the whole gradient (0: no clipping)."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr is not None, "no --lr: the highest learning rate is needed")
+        _require(0.0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+        _require(0.0 <= self.lr_warmup_init <= self.lr, f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}")
+        _require(
+            not (self.lr_warmup_iters and self.lr_warmup_fraction is not None),
+            "--lr-warmup-iters and --lr-warmup-fraction contradict each other: give one",
+        )
+        _require(
+            (self.lr_decay_style == "WSD") == (self.lr_wsd_decay_iters is not None),
+            "--lr-wsd-decay-iters belongs to --lr-decay-style WSD, and WSD needs it",
+        )
+        for name in ("weight_decay", "clip_grad", "lr_warmup_iters"):
+            _require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must not be negative")
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """How long the run goes on, and what it does on the way."""
+
+    train_iters: int | None = None
+    """Optimizer steps of the whole run (a resumed run goes on up to this number)."""
+
+    seed: int = 1234
+    """Seed of the initial weights, of dropout and of the order of the documents."""
+
+    bf16: bool = False
+    """Compute in bfloat16 with fp32 master weights and fp32 gradients (default: all in fp32)."""
+
+    eval_interval: int | None = 1000
+    """Steps between evaluations on the validation documents; one more comes at the end."""
+
+    eval_iters: int = 100
+    """Steps of one evaluation; 0 evaluates nothing. Never more than one pass over the validation documents."""
+
+    on_nan: Literal["stop", "skip"] = "stop"
+    """On a NaN or infinite loss or gradient: stop and name microbatch and documents, or leave the step out and go on."""
+
+    exit_interval: int | None = None
+    """Save and exit 0 after an iteration that this number divides."""
+
+    def __post_init__(self) -> None:
+        _require(self.train_iters is not None, "no --train-iters: the number of optimizer steps is needed")
+        _require(self.train_iters >= 1, f"--train-iters is {self.train_iters}: it must be at least 1")
+        _require(self.eval_interval is None or self.eval_interval >= 1, f"--eval-interval is {self.eval_interval}: it must be at least 1")
+        _require(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: it must be at least 0")
+        _require(self.exit_interval is None or self.exit_interval >= 1, f"--exit-interval is {self.exit_interval}: it must be at least 1")
+        _require(self.seed >= 0, f"--seed is {self.seed}: it must not be negative")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Where the run's state goes and comes from."""
+
+    save: str | None = None
+    """Folder that checkpoints are saved in."""
+
+    load: str | None = None
+    """Folder whose latest checkpoint the run continues from (a fresh start when it holds none)."""
+
+    save_interval: int | None = None
+    """Steps between checkpoints; one more is saved at the end and on SIGTERM."""
+
+    keep_last: int | None = None
+    """Complete checkpoints to keep; older ones are removed after a newer one is complete (none: keep all)."""
+
+    def __post_init__(self) -> None:
+        _require(self.save_interval is None or self.save is not None, "--save-interval without --save: nothing would be saved")
+        _require(self.save_interval is None or self.save_interval >= 1, f"--save-interval is {self.save_interval}: it must be at least 1")
+        _require(self.keep_last is None or self.keep_last >= 1, f"--keep-last is {self.keep_last}: it must be at least 1")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What the run shows."""
+
+    run_dir: str | None = None
+    """Folder for metrics.jsonl, summary.json, plots and TensorBoard events (none: console only)."""
+
+    log_interval: int = 1
+    """Steps between lines on the console (metrics.jsonl has every step)."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into the run's folder."""
+
+    def __post_init__(self) -> None:
+        _require(self.log_interval >= 1, f"--log-interval is {self.log_interval}: it must be at least 1")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    optimizer: OptimizerSettings
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    def __post_init__(self) -> None:
+        model, parallel, data, training = self.model, self.parallel, self.data, self.training
+        decay = self.optimizer.lr_decay_iters or training.train_iters
+        warmup = self.lr_warmup_iters
+        _require(
+            warmup < decay,
+            f"a warmup of {warmup} steps leaves nothing of the {decay} steps of the learning rate's schedule: shorten it",
+        )
+        try:
+            check_model_parallel(model, parallel)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        longest = self.plan_config(data_parallel_size=1).capacity
+        _require(
+            model.position_embedding_type != "learned_absolute" or model.max_position_embeddings >= longest,
+            f"learned positions end at --max-position-embeddings {model.max_position_embeddings}, but a microbatch may hold one "
+            f"document of {longest} tokens: positions would run past the table; raise it, use rope, or lower --max-tokens-per-microbatch",
+        )
+
+    @property
+    def precision(self) -> str:
+        """'bf16' or 'fp32'."""
+        return "bf16" if self.training.bf16 else "fp32"
+
+    @property
+    def lr_warmup_iters(self) -> int:
+        """Steps of warmup, however they were given."""
+        decay = self.optimizer.lr_decay_iters or self.training.train_iters
+        if self.optimizer.lr_warmup_fraction is not None:
+            return int(self.optimizer.lr_warmup_fraction * decay)
+        return self.optimizer.lr_warmup_iters
+
+    def plan_config(self, *, data_parallel_size: int, **changes) -> PlanConfig:
+        """The planner's settings: the only place where T's alignment follows from the parallel sizes.
+
+        Args:
+            data_parallel_size: Copies of the model.
+            **changes: Fields of `PlanConfig` to set otherwise (validation reads its documents in stored order).
+
+        Raises:
+            ConfigError: The settings make no plan possible.
+        """
+        settings = dict(
+            max_tokens_per_microbatch=self.data.max_tokens_per_microbatch,
+            global_batch_size=self.data.global_batch_size,
+            global_batch_tokens=self.data.global_batch_tokens,
+            data_parallel_size=data_parallel_size,
+            alignment=alignment_for(
+                tensor_parallel=self.parallel.tensor_model_parallel_size,
+                sequence_parallel=self.parallel.sequence_parallel,
+            ),
+            seed=self.training.seed,
+            oversize=self.data.oversize,
+            drop_last=self.data.drop_last,
+            max_documents_per_microbatch=self.data.max_documents_per_microbatch,
+            microbatch_multiple=microbatch_multiple(
+                self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
+            ),
+            document_order=self.data.document_order,
+            cost=self.model.cost_model(),
+        )
+        try:
+            return PlanConfig(**(settings | changes))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def as_dict(self) -> dict:
+        """Nested plain values, e.g. for a checkpoint's record of how it was made."""
+        return dataclasses.asdict(self)

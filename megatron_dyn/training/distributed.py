@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups, seeds and the request to stop: what a run sets up once."""
+
+import os
+import random
+import signal
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_dyn import device
+from megatron_dyn.training.config import ParallelConfig
+
+
+def world_size_from_environment() -> int:
+    """Ranks of the job as the launcher (torchrun, srun) says; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(parallel: ParallelConfig, *, seed: int) -> dist.ProcessGroup | None:
+    """Make the process groups and seed every generator.
+
+    Args:
+        parallel: Sizes and backend.
+        seed: Seed of the run. Megatron-Core derives each tensor-parallel rank's dropout generator from it.
+
+    Returns:
+        A group of all ranks that moves CPU tensors (None: the default group does).
+    """
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    backend = device.distributed_backend() if parallel.distributed_backend == "auto" else parallel.distributed_backend
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    seed_everything(seed)
+    return None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch alike on all ranks, and Megatron's tracker by tensor- and pipeline-parallel rank.
+
+    Pipeline stages part by 100 (as in Megatron-LM) so that their dropout differs; data-parallel ranks share seeds.
+    """
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+class StopRequest:
+    """Remembers that the process was asked to end (SIGTERM), so that the loop can save first.
+
+    A scheduler sends SIGTERM and kills some time later; the loop looks once a step, and all ranks stop after the same one.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, frame: object) -> None:
+        self.requested = True
+
+    def close(self) -> None:
+        """Give the signal back."""
+        signal.signal(signal.SIGTERM, self._previous)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From arguments to a finished run: check, start the process groups, build the parts, train.
+
+Everything that can be refused without other ranks is refused before a process group exists, by the same text on every rank.
+"""
+
+import sys
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+
+# Megatron-Core warns once per module and rank that Transformer Engine and Apex are absent; the header says it once.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+# Megatron-Core 0.16 calls torch's collectives by names that torch 2.13 renames; nothing a user could do about it.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+from megatron.core import parallel_state
+
+import megatron_dyn
+from megatron_dyn import device
+from megatron_dyn.corpus import CorpusError, CorpusSplits, open_corpus
+from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
+from megatron_dyn.microbatch import StreamError
+from megatron_dyn.pipeline.agreement import Agreement, AgreementError
+from megatron_dyn.planning import Planner, PlanError, TokenBudgetBatchSampler
+from megatron_dyn.training.arguments import parse_arguments
+from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
+from megatron_dyn.training.config import ConfigError, RunConfig
+from megatron_dyn.training.distributed import initialize, world_size_from_environment
+from megatron_dyn.training.evaluate import Evaluator
+from megatron_dyn.training.loop import Trainer
+from megatron_dyn.training.model import build_model, transformer_config
+from megatron_dyn.training.nonfinite import NonFiniteError
+from megatron_dyn.training.optimizer import build_optimizer, wrap_models
+from megatron_dyn.training.run_log import RunLog
+from megatron_dyn.training.step import Stepper
+
+# What a user can mend: told in one line a rank, without a traceback.
+_EXPLAINED = (AgreementError, CheckpointError, ConfigError, CorpusError, NonFiniteError, PlanError, StreamError, OSError)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of `pretrain_gpt_thd.py`.
+
+    Args:
+        argv: Arguments; None takes the process's.
+
+    Returns:
+        Exit status: 0 finished or asked to stop (state saved), 1 failed on the way, 2 refused before anything started.
+    """
+    try:
+        run = parse_arguments(sys.argv[1:] if argv is None else argv, world_size=world_size_from_environment())
+        inputs = Inputs(run)
+    except (ConfigError, CorpusError, PlanError, OSError) as error:
+        print(f"pretrain_gpt_thd.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    try:
+        pretrain(run, inputs)
+    except _EXPLAINED as error:
+        print(f"[rank {_rank()}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+class Inputs:
+    """What the run reads, opened and checked: documents, tokenizer, plans. Needs no process group and no device.
+
+    Args:
+        run: Settings.
+
+    Raises:
+        ConfigError, CorpusError, PlanError: The inputs are missing, broken or do not fit the settings.
+    """
+
+    def __init__(self, run: RunConfig):
+        data = run.data
+        tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
+        if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
+            raise ConfigError(
+                f"--vocab-size {data.vocab_size} contradicts the {tokenizer.vocab_size} pieces of {data.tokenizer_model}: leave --vocab-size out"
+            )
+        self.vocab_size: int = tokenizer.vocab_size if tokenizer else data.vocab_size
+        specials = (tokenizer.pad, tokenizer.eod) if tokenizer else ()
+        self.pad_token_id = next((token for token in specials if token is not None), 0)
+        self.splits: CorpusSplits = open_corpus(data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size)
+        self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
+        cost = run.model.cost_model(self.vocab_size)
+        self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
+        self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
+        self.validation_planner = None
+        if run.training.eval_iters and self.splits.valid is not None:
+            self.validation_planner = Planner(
+                self.splits.valid.lengths,
+                run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, document_order="sequential", drop_last=False),
+                fingerprint=self.splits.valid.fingerprint,
+            )
+
+
+def pretrain(run: RunConfig, inputs: Inputs) -> None:
+    """Train as told; the state is saved on the way and at the end.
+
+    Args:
+        run: Settings.
+        inputs: What the run reads.
+
+    Raises:
+        AgreementError: The ranks hold different plans, or one of them failed.
+        NonFiniteError: The loss or a gradient is NaN or infinite, and the policy is to stop.
+        CheckpointError: A checkpoint cannot be read or written.
+    """
+    where = device.initialize_device(backend=None if run.parallel.distributed_backend == "auto" else run.parallel.distributed_backend)
+    on_cpu = where.type == "cpu"
+    if on_cpu:
+        device.install_cpu_replacements()
+    agreement = Agreement(initialize(run.parallel, seed=run.training.seed))
+    agreement.check("the settings and the documents", f"{run.as_dict()} {inputs.splits.train.fingerprint} {megatron_dyn.__version__}")
+
+    rank = parallel_state.get_data_parallel_rank()
+    config = transformer_config(run.model, run.parallel, precision=run.precision)
+    backend = "local" if on_cpu else "te"
+    chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=backend, seed=run.training.seed)
+    parameters = _parameters(chunks)
+    models = wrap_models(chunks, config, run.parallel)
+    optimizer, scheduler = build_optimizer(run, models)
+    sampler = TokenBudgetBatchSampler(inputs.planner, data_parallel_rank=rank)
+    progress = {"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0}
+
+    manager = None
+    resumed = ""
+    if run.checkpoint.save or run.checkpoint.load:
+        manager = CheckpointManager(save=run.checkpoint.save, load=run.checkpoint.load, keep_last=run.checkpoint.keep_last)
+        state = manager.load(models=models, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
+        if state is not None:
+            progress = {"iteration": state.iteration, **{name: state.extra[name] for name in ("consumed_tokens", "consumed_documents")}}
+            resumed = f"continued from iteration {state.iteration} of {run.checkpoint.load}"
+
+    evaluator = None
+    if inputs.validation_planner is not None:
+        evaluator = Evaluator(
+            inputs.splits.valid,
+            inputs.validation_planner,
+            steps=run.training.eval_iters,
+            data_parallel_rank=rank,
+            pad_token_id=inputs.pad_token_id,
+            agreement=agreement,
+        )
+    log = RunLog(
+        run.logging.run_dir,
+        enabled=dist.get_rank() == 0,
+        total_iterations=run.training.train_iters,
+        start_iteration=progress["iteration"],
+        log_interval=run.logging.log_interval,
+        header=_header(run, inputs, parameters),
+        tensorboard=run.logging.tensorboard,
+    )
+    with log:
+        if resumed:
+            log.notice(resumed)
+        trainer = Trainer(
+            run,
+            stepper=Stepper(models, optimizer, scheduler),
+            corpus=inputs.splits.train,
+            planner=inputs.planner,
+            sampler=sampler,
+            evaluator=evaluator,
+            checkpoints=manager,
+            agreement=agreement,
+            log=log,
+            data_parallel_rank=rank,
+            pad_token_id=inputs.pad_token_id,
+            progress=progress,
+        )
+        trainer.train()
+        log.finish({"parallel": _sizes(run, inputs), "parameters": parameters, "device": device.device_name()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:
+    plan = inputs.plan_config
+    batch = f"{plan.global_batch_size} documents" if plan.global_batch_size else f"{plan.global_batch_tokens} tokens"
+    return {
+        "megatron_dyn": f"{megatron_dyn.__version__} on {device.device_name()}, {run.precision}",
+        "parallel": ", ".join(f"{name} {size}" for name, size in _sizes(run, inputs).items()),
+        "model": f"{parameters:,} parameters, {run.model.num_layers} layers, hidden {run.model.hidden_size}, vocabulary {inputs.vocab_size}",
+        "step": f"{batch} in microbatches of at most {plan.max_tokens_per_microbatch} tokens",
+        "capacity": f"{plan.capacity} tokens ({plan.max_tokens_per_microbatch} rounded up to a multiple of {plan.alignment})",
+        "corpus": list(inputs.splits.report),
+    }
+
+
+def _sizes(run: RunConfig, inputs: Inputs) -> dict[str, int]:
+    return {
+        "TP": run.parallel.tensor_model_parallel_size,
+        "SP": int(run.parallel.sequence_parallel),
+        "PP": run.parallel.pipeline_model_parallel_size,
+        "VPP": run.parallel.virtual_pipeline_model_parallel_size or 1,
+        "DP": inputs.data_parallel_size,
+    }
+
+
+def _parameters(chunks: list) -> int:
+    """Parameters of the whole model: this rank's, times the ranks that hold other parts; replicated ones count once.
+
+    Pipeline stages differ in size; the sum over them is exact because every stage holds its own layers.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    mine = sum(
+        parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    )
+    count = torch.tensor([mine], dtype=torch.int64, device=device.compute_device())
+    dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
+    return int(count.item())
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

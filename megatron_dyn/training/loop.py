@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: plan, agree, compute, update, report; evaluate and save in between.
+
+What happens in an iteration, on every rank alike:
+
+    1. the next StepPlan and its tensors come from the background (made while the step before was computed)
+    2. all ranks compare the plan's digest and tell each other of failures and of SIGTERM - before the first kernel
+    3. Megatron's schedule runs the microbatches, each with its own T; gradients are divided once by the step's loss tokens
+    4. the optimizer updates, unless the loss or the gradient is not finite
+"""
+
+import time
+
+import torch
+
+from megatron_dyn import device
+from megatron_dyn.corpus import Corpus
+from megatron_dyn.microbatch import StepStream
+from megatron_dyn.pipeline.agreement import Agreement
+from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
+from megatron_dyn.training.checkpoint import CheckpointManager
+from megatron_dyn.training.config import RunConfig
+from megatron_dyn.training.distributed import StopRequest
+from megatron_dyn.training.evaluate import Evaluator, parameters_gathered
+from megatron_dyn.training.metrics import StepRecord
+from megatron_dyn.training.nonfinite import explain_nonfinite
+from megatron_dyn.training.run_log import RunLog
+from megatron_dyn.training.step import Stepper
+
+
+class Trainer:
+    """Holds the parts of a run and drives them to the last iteration.
+
+    Args:
+        run: Settings.
+        stepper: Model, optimizer and scheduler.
+        corpus: Training documents.
+        planner: Their planner.
+        sampler: Position in the documents.
+        evaluator: Held-out documents, or None.
+        checkpoints: Where the state is saved, or None.
+        agreement: Meets all ranks before each step.
+        log: What is shown and written.
+        data_parallel_rank: This rank's part of each step.
+        pad_token_id: Token id of padding rows.
+        progress: Counters of an earlier run that this one continues (`iteration`, `consumed_tokens`, `consumed_documents`).
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        stepper: Stepper,
+        corpus: Corpus,
+        planner: Planner,
+        sampler: TokenBudgetBatchSampler,
+        evaluator: Evaluator | None,
+        checkpoints: CheckpointManager | None,
+        agreement: Agreement,
+        log: RunLog,
+        data_parallel_rank: int,
+        pad_token_id: int,
+        progress: dict[str, int],
+    ):
+        self.run = run
+        self.stepper = stepper
+        self.corpus = corpus
+        self.planner = planner
+        self.evaluator = evaluator
+        self.checkpoints = checkpoints
+        self.agreement = agreement
+        self.log = log
+        self.iteration = progress["iteration"]
+        self.consumed_tokens = progress["consumed_tokens"]
+        self.consumed_documents = progress["consumed_documents"]
+        self._saved_iteration = self.iteration
+        self._evaluated_iteration = -1
+        self._stream = StepStream(
+            sampler,
+            corpus,
+            data_parallel_rank=data_parallel_rank,
+            pad_token_id=pad_token_id,
+            device=device.compute_device(),
+            prefetch_steps=run.data.prefetch_steps,
+        )
+
+    def train(self) -> None:
+        """Go on to `--train-iters`, or until all ranks agree to stop. The state is saved at the end."""
+        wanted = self.run.training
+        stop = StopRequest()
+        try:
+            with self._stream:
+                for model in self.stepper.models:
+                    model.train()
+                while self.iteration < wanted.train_iters:
+                    if self._iterate(stop):
+                        self.log.notice(f"asked to stop: leaving after iteration {self.iteration}")
+                        break
+                    if wanted.eval_interval and self.iteration % wanted.eval_interval == 0:
+                        self._evaluate()
+                    if self.run.checkpoint.save_interval and self.iteration % self.run.checkpoint.save_interval == 0:
+                        self._save()
+                    if wanted.exit_interval and self.iteration % wanted.exit_interval == 0:
+                        break
+                else:
+                    self._evaluate()
+                self._save()
+        finally:
+            stop.close()
+
+    def _iterate(self, stop: StopRequest) -> bool:
+        """One iteration; True (and nothing done) when the ranks agreed to stop instead."""
+        started = time.perf_counter()
+        iteration = self.iteration + 1
+        plan, microbatches, failure = None, [], None
+        try:
+            plan, microbatches = self._stream.next()
+        except Exception as error:  # whatever it is, the other ranks must hear of it before anybody raises
+            failure = error
+        data_time = time.perf_counter() - started
+        agreed = self.agreement.check(
+            f"step {iteration}", "" if plan is None else plan.digest, error=failure, stop_requested=stop.requested
+        )
+        if agreed.stop_requested:
+            return True
+
+        loss_tokens = plan.num_loss_tokens
+        learning_rate = self.stepper.learning_rate
+        outcome = None
+        if loss_tokens == 0:
+            self.stepper.skip()
+            self.log.warning(f"iteration {iteration} has no loss token ({plan.num_documents} documents): skipped, the weights are unchanged")
+        else:
+            outcome = self.stepper.train(microbatches)
+            if outcome.loss.tokens != loss_tokens:
+                raise RuntimeError(
+                    f"iteration {iteration}: the ranks summed the losses of {outcome.loss.tokens} tokens, the plan has {loss_tokens}: "
+                    "loss and gradients of this step were divided by the wrong number. This is a defect; please report it"
+                )
+            if not outcome.updated:
+                reason = explain_nonfinite(iteration, outcome, self.stepper, plan, microbatches, self.corpus, self.run.training.on_nan)
+                self.log.warning(reason)
+        device.synchronize()
+        self.iteration = iteration
+        self.consumed_tokens += plan.stats.tokens
+        self.consumed_documents += plan.num_documents
+        self.log.step(self._record(plan, outcome, learning_rate, time.perf_counter() - started, data_time), plan)
+        return False
+
+    def _record(self, plan: StepPlan, outcome, learning_rate: float, step_time: float, data_time: float) -> StepRecord:
+        return StepRecord.from_plan(
+            plan,
+            iteration=self.iteration,
+            lm_loss=outcome.loss.mean if outcome else None,
+            grad_norm=outcome.grad_norm if outcome else None,
+            learning_rate=learning_rate,
+            step_time=step_time,
+            data_time=data_time,
+            max_tokens_per_microbatch=self.planner.config.max_tokens_per_microbatch,
+            capacity=self.planner.config.capacity,
+            consumed_tokens=self.consumed_tokens,
+            consumed_documents=self.consumed_documents,
+            skipped=outcome is None or not outcome.updated,
+        )
+
+    def _evaluate(self) -> None:
+        if self.evaluator is None or self._evaluated_iteration == self.iteration:
+            return
+        self._evaluated_iteration = self.iteration
+        result = self.evaluator.evaluate(self.stepper)
+        self.log.validation(
+            iteration=self.iteration, loss=result.loss, tokens=result.tokens, documents=result.documents, seconds=result.seconds
+        )
+
+    def _save(self) -> None:
+        if self.checkpoints is None or self.run.checkpoint.save is None or self._saved_iteration == self.iteration:
+            return
+        started = time.perf_counter()
+        with parameters_gathered(self.stepper.models), torch.no_grad():
+            path = self.checkpoints.save(
+                self.iteration,
+                models=self.stepper.models,
+                optimizer=self.stepper.optimizer,
+                scheduler=self.stepper.scheduler,
+                sampler_state=self._stream.state_dict(),
+                extra={
+                    "consumed_tokens": self.consumed_tokens,
+                    "consumed_documents": self.consumed_documents,
+                    "run": self.run.as_dict(),
+                },
+            )
+        self._saved_iteration = self.iteration
+        self.log.checkpoint(iteration=self.iteration, path=path, seconds=time.perf_counter() - started)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step over packed microbatches of different T, with an exact loss.
+
+Shapes (s = T / TP under sequence parallelism, else T):
+
+    tokens, labels, position_ids, loss_mask   [1, T]
+    activations between pipeline stages       [s, 1, hidden]
+    token losses (last stage)                 [1, T] fp32
+    totals                                    [3] float64: sum of token losses, loss tokens, microbatches with a non-finite sum
+
+Step loss = sum of token losses / loss tokens of the whole step. Means of microbatches are never formed, so the value does not
+depend on how the step was divided. Whatever depends on T travels with its microbatch: 1F1B runs the forward of one microbatch
+between the forward and the backward of another.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_dyn.microbatch import PackedMicrobatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """Loss of one step, the same on every rank."""
+
+    total: float
+    """Sum of the token losses (nats)."""
+
+    tokens: int
+    """Loss tokens."""
+
+    bad_microbatches: int
+    """Microbatches, over all data-parallel ranks, whose loss is NaN or infinite."""
+
+    @property
+    def mean(self) -> float:
+        """Loss per loss token; NaN when there is none."""
+        return self.total / self.tokens if self.tokens else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What a training step did."""
+
+    loss: StepLoss
+    grad_norm: float
+    updated: bool
+    """False where the loss or the gradient was not finite: the weights are those of the step before."""
+
+
+def forward_step(data_iterator: Iterator[PackedMicrobatch], model: torch.nn.Module):
+    """Megatron's `forward_step_func`: one packed microbatch through one model chunk.
+
+    Args:
+        data_iterator: Yields the microbatches of this rank, in the plan's order.
+        model: A model chunk.
+
+    Returns:
+        Output of the chunk ([1, T] token losses on the last stage, else [s, 1, hidden]) and the function that sums them.
+    """
+    microbatch = next(data_iterator)
+    output = model(
+        microbatch.tokens,
+        microbatch.position_ids,
+        None,  # causality and boundaries come from the packed sequence parameters
+        labels=microbatch.labels,
+        packed_seq_params=microbatch.packed_seq_params,
+    )
+
+    def sum_losses(token_losses: torch.Tensor):
+        losses = token_losses.reshape(-1).float()
+        mask = microbatch.loss_mask.reshape(-1)
+        total = torch.dot(losses, mask)
+        report = {"index": microbatch.index, "total": (losses.detach().double() * mask).sum()}
+        return total, mask.sum().to(torch.int32), report
+
+    return output, sum_losses
+
+
+class Stepper:
+    """Runs Megatron's schedule over the microbatches of a step and applies the update.
+
+    Args:
+        models: Chunks wrapped in DDP.
+        optimizer: Megatron optimizer, or None to compute losses only.
+        scheduler: Parameter scheduler, or None.
+    """
+
+    def __init__(self, models: list, optimizer=None, scheduler=None):
+        self.models = models
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.bad_positions: list[int] = []
+        self._schedule = get_forward_backward_func()
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update."""
+        return get_canonical_lr_for_logging(self.optimizer.param_groups)
+
+    def forward_backward(self, microbatches: list[PackedMicrobatch], *, forward_only: bool) -> tuple[StepLoss, list[int]]:
+        """All microbatches of one step; gradients, if wanted, are left in the DDP buffers, already divided by the step's loss tokens.
+
+        Args:
+            microbatches: This rank's, on the compute device. Every data-parallel rank brings the same number.
+            forward_only: No gradients.
+
+        Returns:
+            The loss of the whole step, and the positions of this rank's microbatches whose loss is not finite (last stage only).
+        """
+        iterators = [iter(microbatches) for _ in self.models]
+        reports = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.models,
+            num_microbatches=len(microbatches),
+            seq_length=1,  # required by the interface; with variable sequence lengths its value is not used
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return self._total(microbatches, [report for report in reports if report])
+
+    def train(self, microbatches: list[PackedMicrobatch]) -> StepOutcome:
+        """Forward, backward and update. A non-finite loss or gradient leaves the weights as they are.
+
+        Args:
+            microbatches: This rank's, on the compute device.
+        """
+        self._zero_gradients()
+        loss, self.bad_positions = self.forward_backward(microbatches, forward_only=False)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        updated = loss.bad_microbatches == 0 and math.isfinite(grad_norm)
+        if updated:
+            self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return StepOutcome(loss=loss, grad_norm=grad_norm, updated=updated)
+
+    def skip(self) -> None:
+        """Let a step without any loss token pass: the schedule of the learning rate goes on, the weights stay."""
+        self.scheduler.step(increment=1)
+
+    def find_bad_gradients(self, microbatches: list[PackedMicrobatch]) -> list[int]:
+        """Which of this rank's microbatches give a non-finite gradient: each is run again alone.
+
+        Collective over the model-parallel ranks; weights are not touched. The schedule may need several microbatches at once
+        (interleaving), so each is repeated as often as it asks; what is not finite once is not finite in a sum.
+
+        Args:
+            microbatches: This rank's, as given to `train`.
+        """
+        config = self.models[0].config
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+        hooks = {name: getattr(config, name) for name in ("no_sync_func", "grad_sync_func", "param_sync_func")}
+        repeats = parallel_state.get_pipeline_model_parallel_world_size() if len(self.models) > 1 else 1
+        bad = []
+        try:
+            for name in hooks:
+                setattr(config, name, None)
+            for model in self.models:
+                model.no_sync_context = model.no_sync()
+                model.no_sync_context.__enter__()
+            for position, microbatch in enumerate(microbatches):
+                self._zero_gradients()
+                self.forward_backward([microbatch] * repeats, forward_only=False)
+                finite = all(bool(p.main_grad.isfinite().all()) for model in self.models for p in model.parameters() if p.requires_grad)
+                flag = torch.tensor([0 if finite else 1], dtype=torch.int32, device=microbatch.tokens.device)
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
+                if flag.item():
+                    bad.append(position)
+        finally:
+            for model in self.models:
+                model.no_sync_context.__exit__(None, None, None)
+                del model.no_sync_context
+            for name, value in hooks.items():
+                setattr(config, name, value)
+            config.finalize_model_grads_func = finalize
+            self._zero_gradients()
+        return bad
+
+    def _zero_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _total(self, microbatches: list[PackedMicrobatch], reports: list[dict]) -> tuple[StepLoss, list[int]]:
+        """Sum over microbatches and data-parallel ranks on the last stage, then tell the other stages."""
+        where = microbatches[0].tokens.device
+        totals = torch.zeros(3, dtype=torch.float64, device=where)
+        bad: list[int] = []
+        if reports:
+            sums = torch.stack([report["total"] for report in reports])
+            finite = sums.isfinite()
+            totals[0] = sums.sum()
+            totals[1] = sum(microbatch.plan.num_loss_tokens for microbatch in microbatches)
+            totals[2] = (~finite).sum()
+            if not bool(finite.all()):
+                bad = [position for position, fine in enumerate(finite.tolist()) if not fine]
+            dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            dist.broadcast(
+                totals,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        total, tokens, bad_microbatches = totals.tolist()
+        return StepLoss(total=total, tokens=int(tokens), bad_microbatches=int(bad_microbatches)), bad
