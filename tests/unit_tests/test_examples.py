@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch scripts and their settings, run with a stand-in for torchrun and Slurm: what they start has to be accepted."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dyn.training.arguments import build_parser, parse_arguments
+from megatron_dyn.training.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+NODE, SLURM = EXAMPLES / "node" / "train_one_gpu_node.sh", EXAMPLES / "slurm" / "train_slurm.sh"
+DATA = {"DATA_PATH": "0.7 corpora/a 0.3 corpora/b", "TOKENIZER_MODEL": "tokenizer.model"}
+SLURM_JOB = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "gpu[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(ROOT)}
+
+
+@pytest.fixture
+def stand_ins(tmp_path):
+    """Commands that record their arguments: torchrun, srun (which runs what it is given) and scontrol."""
+    commands = {
+        "torchrun": f"#!{sys.executable}\nimport json, os, sys\njson.dump([sys.argv[1:], os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS')], open({str(tmp_path / 'called')!r}, 'w'))\n",
+        "srun": '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n',
+        "scontrol": "#!/bin/sh\nprintf 'gpu7\\ngpu8\\n'\n",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def launch(script, stand_ins, *flags, **environment):
+    environment = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "HOME": str(stand_ins), **environment}
+    result = subprocess.run(["bash", str(script), *flags], cwd=stand_ins, env=environment, text=True, capture_output=True, timeout=30)
+    if result.returncode:
+        return result.stderr
+    arguments, connections = json.loads((stand_ins / "called").read_text())
+    assert connections == "1"
+    at = arguments.index(str(ROOT / "pretrain_gpt_thd.py"))
+    return arguments[:at], arguments[at + 1 :]
+
+
+def test_the_node_script_starts_a_run_that_is_accepted(stand_ins):
+    torchrun, flags = launch(NODE, stand_ins, "--train-iters", "2000", **DATA)
+    assert torchrun == ["--standalone", "--nproc-per-node", "8"]
+    run = parse_arguments(flags, world_size=8)
+    assert run.data.data_path == ["0.7", "corpora/a", "0.3", "corpora/b"]
+    assert run.training.train_iters == 2000  # flags win over the file
+    assert run.checkpoint.save == run.checkpoint.load == "runs/gpt/checkpoints"
+    assert run.parallel.data_parallel_size(8) == 4
+
+
+def test_the_slurm_script_starts_a_run_that_is_accepted(stand_ins):
+    torchrun, flags = launch(SLURM, stand_ins, **DATA, **SLURM_JOB)
+    assert torchrun == "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 123456 --rdzv-endpoint gpu7:23456".split()
+    run = parse_arguments(flags, world_size=16)
+    assert run.parallel.data_parallel_size(16) == 2
+    assert run.parallel.virtual_pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize("script", [NODE, SLURM])
+@pytest.mark.parametrize("missing", sorted(DATA))
+def test_a_script_without_data_says_what_to_set(script, missing, stand_ins):
+    settings = {name: value for name, value in DATA.items() if name != missing}
+    assert f"set {missing} to" in launch(script, stand_ins, **settings, **SLURM_JOB)
+
+
+@pytest.mark.parametrize("config", sorted(EXAMPLES.glob("**/*.yaml")), ids=lambda path: path.name)
+def test_every_config_is_accepted_and_a_misspelt_one_is_not(config, tmp_path):
+    flags = ["--data-path", "corpora/mine", "--tokenizer-model", "tokenizer.model", "--save", "checkpoints"]
+    parse_arguments(["--config", str(config), *flags], world_size=16)
+    misspelt = tmp_path / "misspelt.yaml"
+    misspelt.write_text(re.sub("num_layers", "num_leyers", config.read_text()))
+    with pytest.raises(ConfigError, match="num_leyers"):
+        parse_arguments(["--config", str(misspelt), *flags], world_size=16)
+
+
+@pytest.mark.parametrize("text", [EXAMPLES / "README.md", NODE, SLURM], ids=lambda path: path.name)
+def test_flags_and_files_named_in_the_examples_exist(text):
+    known = set(build_parser().format_help().replace(",", " ").split())
+    words = re.findall(r"`(--[a-z-]+)", text.read_text())
+    assert {word for word in words if word not in known} == set()
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", text.read_text())
+    assert [link for link in links if not (text.parent / link).exists()] == []
