@@ -93,20 +93,32 @@ class Planner:
 
     def first_step_of(self, epoch: int) -> int:
         """First step of an epoch."""
+        if self.config.global_batch_size is not None:
+            return epoch * self.steps_per_epoch()
         with self._lock:
-            known = [(start, number) for start, number in self._starts if number <= epoch]
-            start, number = known[-1]
+            start, number = max(entry for entry in self._starts if entry[1] <= epoch)
             while number < epoch:
                 start, number = start + self.steps_per_epoch(number), number + 1
                 self.remember_epoch(number, start)
             return start
 
     def remember_epoch(self, epoch: int, first_step: int) -> None:
-        """Note where an epoch starts (from a saved state), so that nothing before it is computed again."""
+        """Note where an epoch starts (from a saved state), so that nothing before it is computed again.
+
+        Raises:
+            PlanError: it is known to start elsewhere.
+        """
         with self._lock:
-            at = bisect.bisect_left(self._starts, (first_step, epoch))
-            if at == len(self._starts) or self._starts[at] != (first_step, epoch):
-                self._starts.insert(at, (first_step, epoch))
+            size = self.config.global_batch_size
+            known = {number: start for start, number in self._starts}
+            expected = known.get(epoch, first_step) if size is None else epoch * self.steps_per_epoch()
+            if first_step != expected:
+                raise PlanError(
+                    f"epoch {epoch} starts at step {expected}, not {first_step}: the saved position is damaged; take an older "
+                    "checkpoint"
+                )
+            if epoch not in known:
+                bisect.insort(self._starts, (first_step, epoch))
 
     def plan(self, step: int) -> StepPlan:
         """The plan of a step (random access).
@@ -115,10 +127,10 @@ class Planner:
             PlanError: the step is negative.
         """
         epoch, first_step = self._locate(step)
-        order, ends = self._epoch(epoch).order, self._epoch(epoch).ends
+        ordered = self._epoch(epoch)
         number, steps = step - first_step, self.steps_per_epoch(epoch)
-        begin, end = self._bounds(number, ends)
-        documents = order[begin:end]
+        begin, end = self._bounds(number, ordered.ends)
+        documents = ordered.order[begin:end]
         pieces = cut_documents(
             documents,
             self.lengths[documents].astype(np.int64),

@@ -6,6 +6,7 @@ from megatron_dyn.planning.plan import MicrobatchPlan, StepPlan
 from megatron_dyn.planning.planner import Planner
 
 STATE_VERSION = 1
+POSITION = ("step", "epoch", "epoch_first_step")
 TOTALS = (
     "documents", "tokens", "loss_tokens", "split_documents", "truncated_documents", "truncated_tokens",
     "dropped_documents", "dropped_tokens", "empty_documents", "drop_last_documents",
@@ -87,23 +88,23 @@ class TokenBudgetBatchSampler:
         Raises:
             PlanError: the state lacks something, is of another version, or belongs to another data order. Nothing changes then.
         """
-        own = self.state_dict()
-        if set(state) != set(own) or set(state.get("totals", ())) != set(TOTALS):
-            different = set(state) ^ set(own) or set(state["totals"]) ^ set(TOTALS)
+        order = self.planner.config.data_order()
+        own = {"version": STATE_VERSION, "fingerprint": self.planner.fingerprint, **order}
+        if set(state) != {*own, *POSITION, "totals"} or not isinstance(state["totals"], dict) or set(state["totals"]) != set(TOTALS):
             raise PlanError(
-                f"not a state of this sampler: unexpected or missing {', '.join(sorted(different))}; load the checkpoint with "
-                "the version that wrote it"
+                f"not a state of this sampler: it needs {', '.join([*own, *POSITION, 'totals'])} and, in totals, "
+                f"{', '.join(TOTALS)}, nothing else; got {state}; load the checkpoint with the version that wrote it"
             )
-        binding = ("version", "fingerprint", *self.planner.config.data_order())
-        different = [f"{name} (saved {state[name]!r}, now {own[name]!r})" for name in binding if state[name] != own[name]]
+        different = [f"{name} (saved {state[name]!r}, now {value!r})" for name, value in own.items() if state[name] != value]
         if different:
             raise PlanError(
                 f"the saved state belongs to another data order: {'; '.join(different)}. Going on would repeat some documents "
                 "and skip others; restore the setting, or start the data anew without this state"
             )
-        numbers = [state["step"], state["epoch"], state["epoch_first_step"], *state["totals"].values()]
-        if any(type(number) is not int or number < 0 for number in numbers) or state["step"] < state["epoch_first_step"]:
+        step, epoch, first_step = (state[name] for name in POSITION)
+        integers = all(type(number) is int and number >= 0 for number in (step, epoch, first_step, *state["totals"].values()))
+        if not integers or not 0 <= step - first_step < self.planner.steps_per_epoch(epoch):
             raise PlanError(f"the saved position is damaged: {state}; take an older checkpoint")
-        self.planner.remember_epoch(state["epoch"], state["epoch_first_step"])
+        self.planner.remember_epoch(epoch, first_step)
         self.step = state["step"]
         self.totals = dict(state["totals"])
