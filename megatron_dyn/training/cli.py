@@ -2,14 +2,12 @@
 """`python -m megatron_dyn report RUN_DIR`: the summary and the pictures of a run, from the records it left."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_dyn.training.console import RunConsole, summary_rows
-from megatron_dyn.training.metrics_file import MetricsError
 from megatron_dyn.training.run_log import load_summary, write_report
 
 
@@ -17,7 +15,10 @@ def report(argv: Sequence[str] | None = None) -> int:
     """Draws a run again from its `metrics.jsonl`, finished or not.
 
     Returns:
-        0, or 2 when a folder holds no readable records.
+        0.
+
+    Raises:
+        MetricsError: a folder holds no readable records.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-dyn report",
@@ -27,11 +28,7 @@ def report(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     console = RunConsole(total_iterations=0, console=Console(highlight=False))
     for run_dir in arguments.run_dir:
-        try:
-            written = write_report(run_dir)
-        except (MetricsError, OSError) as error:
-            print(f"megatron-dyn report: {error}", file=sys.stderr)
-            return 2
+        written = write_report(run_dir)
         console.table(summary_rows(load_summary(run_dir)), title=f"Summary of {run_dir}")
         for path in written:
             console.notice(f"wrote {path}")

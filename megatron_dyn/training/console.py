@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dyn.training.metrics import StepRecord, ValidationRecord
+from megatron_dyn.training.metrics import POLICY_COUNTS, StepRecord, ValidationRecord
 
 STEPS_FOR_ETA = 50
 
@@ -54,17 +54,19 @@ class Interval:
         counted = [record for record in self.records if record.lm_loss is not None and not record.skipped]
         weight = sum(record.num_loss_tokens for record in counted)
         loss = sum(record.lm_loss * record.num_loss_tokens for record in counted) / weight if weight else last.lm_loss
-        lengths = [length for record in self.records for length in record.T]
+        holding = [max(1, record.microbatches - record.fillers) for record in self.records]
+        T_mean = sum(record.T_mean * held for record, held in zip(self.records, holding, strict=True)) / sum(holding)
+        T_min, T_max = min(record.T_min for record in self.records), max(record.T_max for record in self.records)
         tokens = sum(record.num_tokens for record in self.records)
         slots = sum(record.microbatches * record.max_tokens_per_microbatch for record in self.records)
         seconds = sum(record.step_time for record in self.records)
-        microbatches = len(lengths) / count
+        microbatches = sum(record.microbatches for record in self.records) / count
         return [
             ("lm loss", _number(loss, ".4f")),
             ("lr", f"{last.learning_rate:.2e}"),
             ("grad norm", _number(last.grad_norm, ".3f")),
             ("microbatches", f"{microbatches:.0f}" if microbatches == int(microbatches) else f"{microbatches:.1f}"),
-            ("T", f"{min(lengths)}/{sum(lengths) / len(lengths):.0f}/{max(lengths)}"),
+            ("T", f"{T_min}/{T_mean:.0f}/{T_max}"),
             ("fill", f"{tokens / slots:.1%}"),
             ("tokens/s", f"{tokens / seconds:,.0f}" if seconds > 0 else "-"),
             ("time", format_seconds(seconds / count)),
@@ -77,7 +79,7 @@ class RunConsole:
     Args:
         total_iterations: steps of the whole run.
         start_iteration: steps done before this process started.
-        log_interval: a line every so many steps; skipped steps are always told.
+        log_interval: a line every so many steps, and at the first, the last and every skipped step.
         enabled: False on every rank but one.
         console: where to print; standard output by default.
     """
@@ -113,13 +115,12 @@ class RunConsole:
             # auto_refresh would be a thread holding rich's lock; a process forked meanwhile (checkpoint writers) could wait for it for ever.
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=40),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[loss]}"),
                 TextColumn("ETA {task.fields[eta]}"),
                 console=self.console,
                 auto_refresh=False,
-                expand=True,
             )
             self._task = self._progress.add_task("training", total=self.total_iterations, completed=self.start_iteration, loss="", eta="-")
             self._progress.start()
@@ -132,9 +133,8 @@ class RunConsole:
         self._step_times.append(record.step_time)
         self._interval.add(record)
         eta = format_clock(self.eta_seconds(record.iteration))
-        if record.skipped:
-            self.warning(f"iteration {record.iteration}: step skipped, the weights are unchanged")
-        if record.iteration % self.log_interval == 0 or record.iteration in (self.start_iteration + 1, self.total_iterations):
+        due = record.iteration % self.log_interval == 0 or record.iteration in (self.start_iteration + 1, self.total_iterations)
+        if due or record.skipped:
             self._print(self._step_line(record, eta))
             self._interval = Interval()
         if self._progress is not None:
@@ -150,9 +150,12 @@ class RunConsole:
 
     def _step_line(self, record: StepRecord, eta: str) -> Text:
         width = len(str(self.total_iterations))
+        skipped = [old.iteration for old in self._interval.records if old.skipped]
         line = Text.assemble((f"iteration {record.iteration:>{width}}/{self.total_iterations}", "bold"))
         for label, value in [*self._interval.fields(), ("ETA", eta)]:
             line.append(" | ", "dim").append(f"{label} ", "dim").append(value, "bold green" if label == "lm loss" else "")
+        if skipped:
+            line.append(" | ", "dim").append(f"SKIPPED, weights unchanged: {', '.join(map(str, skipped))}", "bold black on yellow")
         return line
 
     def validation(self, record: ValidationRecord) -> None:
@@ -161,7 +164,8 @@ class RunConsole:
         self._print(
             Text.assemble(
                 (f"validation after iteration {record.iteration}", "bold magenta"),
-                f" | lm loss {loss} | ppl {perplexity} | {record.tokens:,} tokens of {record.documents:,} documents | {format_seconds(record.seconds)}",
+                f" | lm loss {loss} | ppl {perplexity} | {record.tokens:,} tokens of {record.documents:,} documents"
+                f" | {format_seconds(record.seconds)}",
             )
         )
 
@@ -207,6 +211,9 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     steps = several("{:,}", "steps")
     if steps is not None and summary.get("skipped_steps"):
         steps += f" ({summary['skipped_steps']:,} skipped)"
+    microbatches = several("{:,}", "microbatches")
+    if microbatches is not None and summary.get("fillers"):
+        microbatches += f" ({summary['fillers']:,} without documents)"
     rows = {
         "steps": steps,
         "lm loss, first -> last": several("{:.4f} -> {:.4f}", "loss_first", "loss_last"),
@@ -214,7 +221,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "validation perplexity": several("{:.2f}", "validation_ppl"),
         "documents": several("{:,}", "documents"),
         "real tokens": several("{:,}", "tokens"),
-        "microbatches": several("{:,}", "microbatches"),
+        "microbatches": microbatches,
         "T min / mean / max": several("{:,} / {:,.0f} / {:,}", "T_min", "T_mean", "T_max"),
         "different T": several("{:,}", "distinct_T"),
         "capacity": several("{:,} tokens", "capacity"),
@@ -225,4 +232,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "time in steps": None if seconds is None else format_seconds(seconds),
         "of it waiting for data": None if not seconds or data_seconds is None else f"{data_seconds / seconds:.1%}",
     }
+    for key in POLICY_COUNTS:
+        if count := summary.get(key.replace("-", "_")):
+            rows[key.replace("-", " ")] = f"{count:,}"
     return {label: value for label, value in rows.items() if value is not None}

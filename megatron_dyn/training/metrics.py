@@ -20,6 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_dyn.planning import StepPlan
+POLICY_COUNTS = (
+    "split-documents",
+    "truncated-documents",
+    "truncated-tokens",
+    "dropped-documents",
+    "dropped-tokens",
+    "empty-documents",
+    "drop-last-documents",
+)
+"""Fields of `StepStats` (with hyphens) that tell what was not trained on as it stood."""
+
 
 @dataclass(kw_only=True)
 class StepRecord:
@@ -47,9 +58,15 @@ class StepRecord:
     capacity: int
     """B rounded up to the alignment: no T exceeds it."""
     T: list[int]
-    """Packed length of every microbatch, data-parallel rank by rank."""
+    """Packed length of every microbatch, data-parallel rank by rank, fillers included."""
+    fillers: int
+    """Microbatches without documents, which keep the number of microbatches equal on all ranks."""
+    T_min: int
+    """T_min, T_mean, T_max are over the microbatches that hold documents."""
+    T_mean: float
+    T_max: int
     imbalance: float
-    """Largest / mean cost over the microbatches; 1 is perfect."""
+    """Largest / mean cost over the microbatches that hold documents; 1 is perfect."""
     epoch: int
     """Epoch the documents belong to, from 0."""
     step_time: float
@@ -62,6 +79,8 @@ class StepRecord:
     """Documents of all steps so far, this one included."""
     skipped: bool = False
     """True when the weights were left alone (no loss token, or a loss or gradient that is not finite)."""
+    policy_counts: dict[str, int] = field(default_factory=dict)
+    """What the oversize policy and the filters did in this step, by the keys of `POLICY_COUNTS`."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More keys for the JSON object."""
 
@@ -98,27 +117,30 @@ class StepRecord:
         extra: Mapping[str, Any] | None = None,
     ) -> "StepRecord":
         """The record of a step whose plan is known: every count is taken from the plan, so it is global on every rank."""
-        microbatches = [microbatch for rank in plan.microbatches for microbatch in rank]
-        costs = [float(microbatch.cost) for microbatch in microbatches]
-        mean_cost = sum(costs) / len(costs) if costs else 0.0
+        stats = plan.stats
         return cls(
             iteration=iteration,
             lm_loss=lm_loss,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            num_tokens=sum(int(microbatch.num_tokens) for microbatch in microbatches),
-            num_loss_tokens=plan.num_loss_tokens,
-            documents=plan.num_documents,
+            num_tokens=stats.tokens,
+            num_loss_tokens=stats.loss_tokens,
+            documents=stats.documents,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             capacity=capacity,
-            T=[microbatch.T for microbatch in microbatches],
-            imbalance=max(costs) / mean_cost if mean_cost > 0 else 1.0,
+            T=[microbatch.T for rank in plan.microbatches for microbatch in rank],
+            fillers=stats.fillers,
+            T_min=stats.T_min,
+            T_mean=stats.T_mean,
+            T_max=stats.T_max,
+            imbalance=stats.imbalance,
             epoch=plan.epoch,
             step_time=step_time,
             data_time=data_time,
             consumed_tokens=consumed_tokens,
             consumed_documents=consumed_documents,
             skipped=skipped,
+            policy_counts={key: getattr(stats, key.replace("-", "_")) for key in POLICY_COUNTS},
             extra=dict(extra or {}),
         )
 
@@ -138,11 +160,6 @@ class StepRecord:
         return self.num_tokens / sum(self.T)
 
     @property
-    def T_mean(self) -> float:
-        """Mean packed length."""
-        return sum(self.T) / len(self.T)
-
-    @property
     def tokens_per_second(self) -> float:
         """Real tokens / step time; 0 when no time was measured."""
         return self.num_tokens / self.step_time if self.step_time > 0 else 0.0
@@ -158,13 +175,14 @@ class StepRecord:
             "num-loss-tokens": self.num_loss_tokens,
             "documents": self.documents,
             "microbatches": self.microbatches,
+            "fillers": self.fillers,
             "fill": self.fill,
             "slot-fill": self.slot_fill,
             "imbalance": self.imbalance,
             "T": self.T,
-            "T-min": min(self.T),
+            "T-min": self.T_min,
             "T-mean": self.T_mean,
-            "T-max": max(self.T),
+            "T-max": self.T_max,
             "max-tokens-per-microbatch": self.max_tokens_per_microbatch,
             "capacity": self.capacity,
             "step-time": self.step_time,
@@ -174,6 +192,7 @@ class StepRecord:
             "consumed-documents": self.consumed_documents,
             "epoch": self.epoch,
             "skipped": self.skipped,
+            **self.policy_counts,
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -227,8 +246,9 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
     """The run in one flat dictionary. Ratios are of totals: fill is all real tokens / all slots, not a mean of the steps' fills.
 
     Returns:
-        counts over all steps; `loss_first`, `loss_last`: the first and last loss that is not null; `imbalance`: mean over steps;
-        `seconds`: sum of step times; `tokens_per_second`: median over steps; `distinct_T`: how many different T were seen.
+        counts over all steps; `T_min`, `T_mean`, `T_max` over the microbatches that hold documents, `distinct_T`: how many
+        different T were seen, fillers included; `loss_first`, `loss_last`: the first and last loss that is not null;
+        `imbalance`: mean over steps; `seconds`: sum of step times; `tokens_per_second`: median over steps.
         Values that do not exist (no step, no evaluation) are None.
     """
     steps = metrics.steps
@@ -236,6 +256,8 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
     validation = next((record for record in reversed(metrics.validations) if record["validation lm loss"] is not None), None)
     lengths = [length for step in steps for length in step["T"]]
     tokens = _total(steps, "num-tokens")
+    working = [step for step in steps if step["microbatches"] > step["fillers"]]
+    holding = [step["microbatches"] - step["fillers"] for step in working]
     slots = sum(step["microbatches"] * step["max-tokens-per-microbatch"] for step in steps)
     last = steps[-1] if steps else {}
     return {
@@ -252,9 +274,10 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         "loss_tokens": _total(steps, "num-loss-tokens"),
         "documents": _total(steps, "documents"),
         "microbatches": len(lengths),
-        "T_min": min(lengths, default=None),
-        "T_mean": sum(lengths) / len(lengths) if lengths else None,
-        "T_max": max(lengths, default=None),
+        "fillers": _total(steps, "fillers"),
+        "T_min": min((step["T-min"] for step in working), default=None),
+        "T_mean": sum(step["T-mean"] * held for step, held in zip(working, holding, strict=True)) / sum(holding) if working else None,
+        "T_max": max((step["T-max"] for step in working), default=None),
         "distinct_T": len(set(lengths)),
         "max_tokens_per_microbatch": last.get("max-tokens-per-microbatch"),
         "capacity": last.get("capacity"),
@@ -262,6 +285,7 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         "seconds": _total(steps, "step-time"),
         "data_seconds": _total(steps, "data-time"),
         "tokens_per_second": statistics.median(step["tokens-per-second"] for step in steps) if steps else None,
+        **{key.replace("-", "_"): sum(step.get(key, 0) for step in steps) for key in POLICY_COUNTS},
     }
 
 

@@ -15,6 +15,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PatchCollection
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
@@ -30,6 +31,8 @@ MOST_POINTS = 20_000
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#e07b39", "#3a8f5c", "#c0392b", "#8a8f98"
 LENGTH_COLOURS = LinearSegmentedColormap.from_list("length", ["#cfe8f3", "#7fc1d8", "#3d8fb8", "#23588f", "#1b2a5c"])
+UNUSED = "#eff1f4"
+PADDING = {"facecolor": "#fbd3b4", "edgecolor": ORANGE, "hatch": "//////"}
 
 
 def _figure(width: float, height: float) -> Figure:
@@ -44,6 +47,17 @@ def _tidy(axes: Any) -> None:
     axes.grid(True, color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors="#40454d", labelsize=9)
+
+
+def _legend_above(axes: Any) -> None:
+    """A legend in the line of the panel's title, where it hides no data."""
+    axes.legend(
+        frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1.01, 0.98), borderaxespad=0.2, columnspacing=1.4, markerscale=1.2
+    )
+
+
+def _thousands(value: float, _: int | None = None) -> str:
+    return f"{value:,.0f}"
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -71,13 +85,16 @@ def plot_run(metrics: Metrics, path: Path, *, title: str) -> None:
     if not steps:
         raise ValueError(f"{path}: there is no step to draw")
     figure = _figure(9.5, 9.0)
-    figure.suptitle(title, fontsize=14, fontweight="bold")
+    figure.get_layout_engine().set(hspace=0.04)
+    tokens, documents = (sum(step[key] for step in steps) for key in ("num-tokens", "documents"))
+    figure.suptitle(f"{title}: {len(steps):,} steps, {documents:,} documents, {tokens:,} real tokens", fontsize=13, fontweight="bold")
     loss_axes, length_axes, fill_axes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2.4, 1.4])
     _draw_loss(loss_axes, metrics)
     _draw_lengths(length_axes, steps)
     _draw_fill(fill_axes, steps)
     fill_axes.set_xlabel("iteration (optimizer steps)")
     fill_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.align_ylabels()
     _save(figure, path)
 
 
@@ -88,7 +105,7 @@ def _column(steps: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 def _draw_loss(axes: Any, metrics: Metrics) -> None:
     _tidy(axes)
     iterations, losses = _column(metrics.steps, "iteration"), _column(metrics.steps, "lm loss")
-    window = max(1, len(iterations) // 40)
+    window = max(1, len(iterations) // 60)
     few = len(iterations) <= 80
     axes.plot(iterations, losses, color=BLUE, linewidth=1.6 if window == 1 else 0.8, alpha=1 if window == 1 else 0.35,
               marker="o" if few else None, markersize=3, label="training")  # fmt: skip
@@ -105,7 +122,7 @@ def _draw_loss(axes: Any, metrics: Metrics) -> None:
         axes.axvline(iteration, color=RED, linewidth=1, alpha=0.5, label=f"skipped steps ({len(skipped)})" if position == 0 else None)
     axes.set_ylabel("lm loss (nats / token)")
     axes.set_title("Loss", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    _legend_above(axes)
 
 
 def _draw_lengths(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -114,15 +131,15 @@ def _draw_lengths(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
     iterations = np.repeat(_column(steps, "iteration"), counts)
     lengths = np.concatenate([np.asarray(step["T"], dtype=float) for step in steps])
     stride = -(-len(lengths) // MOST_POINTS)
-    size = float(np.clip(4000 / max(1, len(lengths) / stride), 2, 18))
-    axes.scatter(iterations[::stride], lengths[::stride], s=size, color=GREEN, alpha=0.55, linewidths=0,
-                 label="one microbatch" if stride == 1 else f"one microbatch of {stride}")  # fmt: skip
-    axes.plot(_column(steps, "iteration"), _column(steps, "capacity"), color=RED, linewidth=1.4, label=f"capacity {steps[-1]['capacity']:,}")
+    size = float(np.clip(12_000 / (len(lengths) / stride), 3, 20))
+    label = "a microbatch" if stride == 1 else f"a microbatch (one in {stride} is drawn)"
+    axes.scatter(iterations[::stride], lengths[::stride], s=size, color=GREEN, alpha=0.6, linewidths=0, zorder=3, label=label)
+    axes.plot(_column(steps, "iteration"), _column(steps, "capacity"), color=RED, linewidth=1.3, label=f"capacity {steps[-1]['capacity']:,}")
     axes.set_ylim(0, float(max(_column(steps, "capacity").max(), lengths.max())) * 1.08)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
     axes.set_ylabel("T (tokens)")
-    axes.set_title(f"Packed length of every microbatch: {len(np.unique(lengths)):,} different T", loc="left", fontsize=11)
-    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower right")
+    axes.set_title(f"T, the packed length of a microbatch ({len(np.unique(lengths)):,} different)", loc="left", fontsize=11)
+    _legend_above(axes)
 
 
 def _draw_fill(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -134,11 +151,14 @@ def _draw_fill(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("share of tokens")
     axes.set_title("Fill", loc="left", fontsize=11)
-    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower right")
+    _legend_above(axes)
 
 
 def describe_packing(plan: "StepPlan", record: StepRecord) -> dict[str, Any]:
-    """What a picture of a step's packing needs, JSON-able: of at most `MOST_BARS` microbatches, the same number of each rank."""
+    """What a picture of a step's packing needs, JSON-able: of at most `MOST_BARS` microbatches, the same number of each rank.
+
+    A piece is [its first row, its length]; a row is a token of T.
+    """
     ranks = plan.microbatches[:MOST_BARS]
     each = max(1, MOST_BARS // len(ranks))
     return {
@@ -151,7 +171,17 @@ def describe_packing(plan: "StepPlan", record: StepRecord) -> dict[str, Any]:
         "max_tokens_per_microbatch": record.max_tokens_per_microbatch,
         "capacity": record.capacity,
         "ranks": [
-            [{"T": int(microbatch.T), "pieces": [int(piece.length) for piece in microbatch.pieces]} for microbatch in rank[:each]] for rank in ranks
+            [
+                {
+                    "T": int(microbatch.T),
+                    "tokens": int(microbatch.num_tokens),
+                    "pieces": [
+                        [int(start), int(piece.length)] for start, piece in zip(microbatch.cu_seqlens_padded[:-1], microbatch.pieces, strict=False)
+                    ],
+                }
+                for microbatch in rank[:each]
+            ]
+            for rank in ranks
         ],
     }
 
@@ -165,64 +195,68 @@ def plot_packing(packing: Mapping[str, Any], path: Path) -> None:
     """
     ranks, capacity = packing["ranks"], packing["capacity"]
     bars = [bar for rank in ranks for bar in rank]
-    lengths = [length for bar in bars for length in bar["pieces"]] or [1]
-    norm = LogNorm(vmin=max(1, min(lengths)), vmax=max(2, max(lengths), min(lengths) + 1))
-    gap, height = 0.55, 0.74
-    figure = _figure(10.5, min(14.0, 2.3 + 0.3 * len(bars) + 0.2 * len(ranks)))
+    lengths = [length for bar in bars for _, length in bar["pieces"]] or [1]
+    norm = LogNorm(vmin=min(lengths), vmax=max(max(lengths), min(lengths) + 1))
+    figure = _figure(10.5, min(14.0, 2.4 + 0.28 * len(bars) + 0.2 * len(ranks)))
     axes = figure.subplots()
+    _draw_bars(axes, packing, norm)
+    axes.axvline(capacity, color=RED, linewidth=1.4)
+    axes.set_xlim(0, capacity * 1.001)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("microbatch")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(colors="#40454d", labelsize=9)
-    pieces: list[Rectangle] = []
-    colours: list[Any] = []
-    ticks: list[float] = []
-    labels: list[str] = []
-    y, any_padding = 0.0, False
-    for rank_index, rank in enumerate(ranks):
-        top = y
-        for index, bar in enumerate(rank):
-            axes.add_patch(Rectangle((0, y), capacity, height, facecolor="#f3f4f6", edgecolor="none"))
-            start = 0
-            for length in bar["pieces"]:
-                pieces.append(Rectangle((start, y), length, height))
-                colours.append(LENGTH_COLOURS(norm(max(1, length))))
-                start += length
-            if bar["T"] > start:
-                any_padding = True
-                axes.add_patch(Rectangle((start, y), bar["T"] - start, height, facecolor="#fde3cf", edgecolor=ORANGE, hatch="/////", linewidth=0.6))
-            axes.text(capacity * 1.01, y + height / 2, f"T {bar['T']:,}", va="center", fontsize=8, color="#40454d")
-            ticks.append(y + height / 2)
-            labels.append(f"{index}")
-            y += 1
-        if packing["data_parallel_size"] > 1:
-            middle = (top + y - 1 + height) / 2
-            axes.text(-0.055 * capacity, middle, f"DP rank {rank_index}", rotation=90, va="center", ha="center", fontsize=9, color="#40454d")
-        y += gap
-    edge = 0.6 if len(pieces) <= 40 * len(bars) else 0.15
-    axes.add_collection(PatchCollection(pieces, facecolors=colours, edgecolors="white", linewidths=edge))
-    axes.axvline(capacity, color=RED, linewidth=1.4)
-    axes.set_xlim(0, capacity * 1.09)
-    axes.set_ylim(y - gap, -0.3)
-    axes.set_yticks(ticks, labels)
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("microbatch", labelpad=22 if packing["data_parallel_size"] > 1 else 4)
-    shown = "" if len(bars) == packing["microbatches"] else f" (the first {len(bars)} are shown)"
-    figure.suptitle(f"Packing of step {packing['iteration']}", fontsize=14, fontweight="bold")
+    shown = "" if len(bars) == packing["microbatches"] else f" ({len(bars)} are shown)"
+    figure.suptitle(f"How step {packing['iteration']} was packed", fontsize=13, fontweight="bold")
     axes.set_title(
         f"{packing['documents']:,} documents in {packing['microbatches']:,} microbatches{shown}   |   "
         f"fill {packing['fill']:.1%}   |   slot fill {packing['slot_fill']:.1%}",
         fontsize=10,
         color="#40454d",
     )
-    legend = [Patch(facecolor="#f3f4f6", label="unused budget"), Patch(facecolor=RED, label=f"capacity {capacity:,}")]
-    if any_padding:
-        legend.insert(0, Patch(facecolor="#fde3cf", edgecolor=ORANGE, hatch="/////", label="padding"))
-    axes.legend(handles=legend, frameon=False, fontsize=9, ncols=3, loc="upper right", bbox_to_anchor=(0.95, -0.1 - 0.6 / len(bars)))
-    colour_bar = figure.colorbar(ScalarMappable(norm=norm, cmap=LENGTH_COLOURS), ax=axes, pad=0.01, fraction=0.03, aspect=30)
+    legend = [
+        Patch(facecolor=LENGTH_COLOURS(0.55), label="a piece: a document, or a part of one"),
+        Patch(**PADDING, label="padding"),
+        Patch(facecolor=UNUSED, label="budget not used"),
+        Line2D([], [], color=RED, linewidth=1.4, label=f"capacity {capacity:,}"),
+    ]
+    figure.legend(handles=legend, frameon=False, fontsize=9, ncols=4, loc="outside lower center")
+    colour_bar = figure.colorbar(ScalarMappable(norm=norm, cmap=LENGTH_COLOURS), ax=axes, pad=0.02, fraction=0.03, aspect=30)
     colour_bar.set_label("length of a piece (tokens)", fontsize=9)
-    colour_bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    colour_bar.ax.yaxis.set_major_formatter(FuncFormatter(_thousands))
+    colour_bar.ax.tick_params(labelsize=9)
     colour_bar.outline.set_visible(False)
     _save(figure, path)
+
+
+def _draw_bars(axes: Any, packing: Mapping[str, Any], norm: LogNorm) -> None:
+    """The bars from top to bottom, a small gap between data-parallel ranks, T and fill written beside each."""
+    gap, height = 0.55, 0.74
+    capacity, budget = packing["capacity"], packing["max_tokens_per_microbatch"]
+    pieces: list[Rectangle] = []
+    ticks: list[float] = []
+    labels: list[str] = []
+    y = 0.0
+    for rank_index, rank in enumerate(packing["ranks"]):
+        for index, bar in enumerate(rank):
+            axes.add_patch(Rectangle((0, y), capacity, height, facecolor=UNUSED))
+            axes.add_patch(Rectangle((0, y), bar["T"], height, linewidth=0, **PADDING))  # what no piece covers stays visible
+            pieces += [Rectangle((start, y), length, height, facecolor=LENGTH_COLOURS(norm(length))) for start, length in bar["pieces"]]
+            axes.annotate(
+                f"T {bar['T']:,}, fill {bar['tokens'] / budget:.0%}", (capacity, y + height / 2), xytext=(6, 0), textcoords="offset points",
+                va="center", fontsize=8, color="#40454d", annotation_clip=False,
+            )  # fmt: skip
+            ticks.append(y + height / 2)
+            labels.append(f"DP {rank_index}, {index}" if packing["data_parallel_size"] > 1 else f"{index}")
+            y += 1
+        y += gap
+    collection = PatchCollection(pieces, match_original=True)
+    collection.set_edgecolor("white")
+    collection.set_linewidth(0.7 if len(pieces) <= 40 * len(ticks) else 0.15)
+    axes.add_collection(collection)
+    axes.set_ylim(y - gap, -0.3)
+    axes.set_yticks(ticks, labels)

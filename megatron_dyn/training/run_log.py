@@ -71,9 +71,9 @@ class TensorBoardSink:
             "fill": record.fill,
             "slot-fill": record.slot_fill,
             "imbalance": record.imbalance,
-            "T/min": min(record.T),
+            "T/min": record.T_min,
             "T/mean": record.T_mean,
-            "T/max": max(record.T),
+            "T/max": record.T_max,
         }.items():
             self._scalar(tag, value, record.iteration)
 
