@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The atomic writer, against Megatron's own reader and builder, and under interruption at every step."""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+
+from megatron_dyn.corpus import CorpusError, IndexedReader, IndexedWriter
+from megatron_dyn.corpus.indexed_format import dtype_for_vocabulary
+
+sequences = st.lists(st.integers(0, 255), max_size=20)
+documents = st.lists(st.lists(sequences, max_size=4), min_size=1, max_size=8).filter(lambda docs: any(seq for doc in docs for seq in doc))
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents, st.sampled_from([np.uint8, np.int16, np.uint16, np.int32, np.int64]))
+def test_round_trip_through_our_reader_and_megatrons(documents, dtype):
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = f"{folder}/ours"
+        with IndexedWriter(prefix, dtype=dtype) as writer:
+            for document in documents:
+                writer.add_document([token for seq in document for token in seq], [len(seq) for seq in document])
+        ours = IndexedReader(prefix)
+        assert [ours.tokens(i).tolist() for i in range(len(ours))] == [[t for seq in doc for t in seq] for doc in documents]
+        assert ours.lengths.tolist() == [sum(map(len, doc)) for doc in documents]
+        stock = IndexedDataset(prefix)
+        assert [stock[i].tolist() for i in range(len(stock))] == [seq for doc in documents for seq in doc]
+        assert stock.document_indices.tolist() == np.cumsum([0] + [len(doc) for doc in documents]).tolist()
+
+        builder = IndexedDatasetBuilder(f"{folder}/theirs.bin", dtype=dtype)
+        for document in documents:
+            builder.add_document([t for seq in document for t in seq], [len(seq) for seq in document])
+        builder.finalize(f"{folder}/theirs.idx")
+        for ending in (".bin", ".idx"):
+            assert Path(prefix + ending).read_bytes() == Path(f"{folder}/theirs{ending}").read_bytes()
+
+
+def test_many_documents_at_once_equal_one_by_one(tmp_path):
+    with IndexedWriter(tmp_path / "one", vocab_size=100) as writer:
+        for document in ([1, 2], [], [3]):
+            writer.add_document(document)
+    with IndexedWriter(tmp_path / "many", vocab_size=100) as writer:
+        writer.add_documents(np.array([1, 2, 3], np.uint16), [2, 0, 1])
+    assert (tmp_path / "one.idx").read_bytes() == (tmp_path / "many.idx").read_bytes()
+    assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "many.bin").read_bytes()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 256, 65499, 65500, 65536, 128000])
+def test_dtype_is_megatrons(vocab_size):
+    assert dtype_for_vocabulary(vocab_size) == np.dtype(DType.optimal_dtype(vocab_size))
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([1, 100], None, "id 100 is outside 0 to 99"),
+        ([1, -1], None, "id -1 is outside"),
+        ([1.5], None, "list of integers"),
+        ([[1], [2]], None, "list of integers"),
+        ([1, 2], [1], "do not add up"),
+        ([1], [2, -1], "do not add up"),
+    ],
+)
+def test_wrong_documents_are_refused_and_nothing_is_left(tmp_path, ids, lengths, message):
+    with pytest.raises(CorpusError, match=message):
+        with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
+            writer.add_document([1, 2])
+            writer.add_document(ids, lengths)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ids_that_the_dtype_cannot_hold_are_refused_before_writing(tmp_path):
+    with pytest.raises(CorpusError, match="holds ids below 256"):
+        IndexedWriter(tmp_path / "out", vocab_size=1000, dtype=np.uint8)
+    with pytest.raises(CorpusError, match="float32 cannot hold tokens"):
+        IndexedWriter(tmp_path / "out", dtype=np.float32)
+    with pytest.raises(CorpusError, match="needs vocab_size or dtype"):
+        IndexedWriter(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_tokens_is_an_error_and_leaves_nothing(tmp_path):
+    with pytest.raises(CorpusError, match="no tokens to write"):
+        with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
+            writer.add_document([])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_writer_of_the_prefix_is_refused_and_harmless(tmp_path):
+    with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
+        writer.add_document([1, 2, 3])
+        with pytest.raises(CorpusError, match="another run is writing"):
+            IndexedWriter(tmp_path / "out", vocab_size=100)
+    assert IndexedReader(tmp_path / "out").tokens(0).tolist() == [1, 2, 3]
+
+
+def test_partial_files_of_a_killed_run_are_replaced(tmp_path):
+    (tmp_path / "out.bin.partial").write_bytes(b"old " * 100)
+    (tmp_path / "out.idx.partial").write_bytes(b"old " * 100)
+    with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
+        writer.add_document([4])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.bin", "out.idx"]
+    assert IndexedReader(tmp_path / "out").tokens(0).tolist() == [4]
+
+
+def write_and_die(prefix: str, system_call: int) -> bool:
+    """Writes [7, 8, 9] in a child that SIGKILLs itself instead of its n-th file operation; whether it was killed."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    count = 0
+
+    def counted(real):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == system_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "unlink", "open"):
+        setattr(os, name, counted(getattr(os, name)))
+    with IndexedWriter(prefix, vocab_size=100) as writer:
+        writer.add_document([7, 8, 9])
+    os._exit(0)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["fresh", "over an older pair"])
+def test_a_kill_at_any_step_leaves_old_new_or_nothing_readable(tmp_path, old):
+    prefix = str(tmp_path / "out")
+    outcomes = []
+    for step in range(1, 40):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        if old:
+            with IndexedWriter(prefix, vocab_size=100) as writer:
+                writer.add_document([1, 2])
+        killed = write_and_die(prefix, step)
+        try:
+            outcomes.append(IndexedReader(prefix).tokens(0).tolist())
+        except CorpusError:
+            outcomes.append(None)
+        assert outcomes[-1] in ([7, 8, 9], [1, 2] if old else None, None)
+        with IndexedWriter(prefix, vocab_size=100) as writer:  # and the next run just works
+            writer.add_document([5])
+        assert IndexedReader(prefix).tokens(0).tolist() == [5]
+        if not killed:
+            break
+    assert not killed and step > 5 and outcomes[-1] == [7, 8, 9]
+    assert outcomes[0] == ([1, 2] if old else None)
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch, failing):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, failing, fail)
+    with pytest.raises(OSError, match="No space left"):
+        with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
+            writer.add_document([1])
+    assert list(tmp_path.iterdir()) == []
