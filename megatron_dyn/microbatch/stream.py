@@ -8,6 +8,7 @@ a loader that did so on some ranks only would let the dropout of tensor-parallel
 
 from __future__ import annotations
 
+import atexit
 import copy
 import sys
 import threading
@@ -125,6 +126,7 @@ class StepStream:
         elif self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self.worker_name, daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # a thread that is cut off inside torch at the interpreter's end can abort the process
         step = self._take()
         self.last_wait_secs = time.monotonic() - began
         self._state = step.state_after
@@ -141,6 +143,7 @@ class StepStream:
 
     def close(self) -> None:
         """Stops the thread and drops what was read ahead. Safe to call twice; ``state_dict()`` still answers."""
+        atexit.unregister(self.close)
         with self._changed:
             self._closed = True
             self._ready.clear()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a newcomer installs: the wheel is whole and needs neither CUDA nor Transformer Engine, the pins fit, make says the truth."""
 
+import ast
 import hashlib
 import os
 import re
@@ -209,6 +210,11 @@ def test_continuous_integration_runs_make_test():
 def test_the_license_is_apache_2():
     text = " ".join((ROOT / "LICENSE").read_text().split())
     assert hashlib.sha256(text.encode()).hexdigest() == "0ffddef9e48f8a09aed5caf2d44f7ba1c1be2d9b8e0a6f693b1635b2d5566645"
+
+
+def test_every_source_is_python_3_10():
+    for path in [*PACKAGE.rglob("*.py"), ROOT / "pretrain_gpt_thd.py"]:
+        ast.parse(path.read_text(), filename=str(path), feature_version=(3, 10))
 
 
 def test_every_source_names_its_license():

@@ -3,8 +3,11 @@
 
 import multiprocessing
 import random
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -235,6 +238,18 @@ def test_no_process_and_no_thread_before_it_is_needed():
     assert stream.worker_name in [thread.name for thread in threading.enumerate()]
     assert multiprocessing.active_children() == []
     stream.close()
+
+
+def test_a_stream_that_nobody_closed_does_not_hold_up_or_change_the_exit():
+    program = """
+import sys
+from test_step_stream import OneDocumentASampler, stream_of
+stream = stream_of(OneDocumentASampler(steps=10**6, microbatches=100))
+stream.next()
+sys.exit(7)
+"""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=Path(__file__).parent, text=True, capture_output=True, timeout=150)
+    assert (result.returncode, result.stderr) == (7, "")
 
 
 @pytest.mark.parametrize("depth", [0, 2])
