@@ -16,6 +16,8 @@ TABLE_CELLS = 1 << 16
 """Most pairs looked at for one exchange."""
 TOTAL_CELLS = 1 << 20
 """Most pairs looked at in each of the two phases of a step: a few milliseconds."""
+CELLS_PER_LOOK = 2048
+"""What a look costs beside its table, in cells (and one cell for each piece of the step)."""
 BIN_TOLERANCE = 1000
 """The costliest bin is good enough within 1/1000 of what is possible."""
 RANK_TOLERANCE = 4000
@@ -107,7 +109,7 @@ def lower_costliest_bin(bins: Bins) -> None:
             return
         give = np.flatnonzero(bins.bin_of[: bins.num_pieces] == costliest)
         take = _elements_of_cheapest_bins(bins, TABLE_CELLS // len(give) + 1, leave_out=costliest)
-        cells += len(give) * len(take)
+        cells += len(give) * len(take) + len(bins.bin_of) + CELLS_PER_LOOK
         found = bins.best_exchange(give, take, load, bins.bin_cost[bins.bin_of[take]][None, :], load)
         if found is None:
             return
@@ -163,7 +165,7 @@ def level_ranks(bins: Bins, rank_of: np.ndarray, num_ranks: int) -> None:
         for cheap in ranks[load[ranks] < mean].tolist():
             take = np.flatnonzero(rank_of_element == cheap)
             candidates = give[: TABLE_CELLS // len(take) + 1]  # the longest pieces
-            cells += len(candidates) * len(take)
+            cells += len(candidates) * len(take) + len(bins.bin_of) + CELLS_PER_LOOK
             found = bins.best_exchange(candidates, take, int(load[costliest]), int(load[cheap]), ceiling)
             swap = _best_bin_swap(bins.bin_cost, rank_of, costliest, cheap, load)
             if found is not None and (swap is None or found[2] <= swap[2]):

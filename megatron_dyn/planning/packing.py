@@ -53,25 +53,30 @@ def best_fit_decreasing(weight: np.ndarray, caps: Caps) -> np.ndarray:
 
 
 def longest_first(weight: np.ndarray, cost: np.ndarray, num_bins: int, caps: Caps) -> np.ndarray | None:
-    """Bin of each piece, int64 [p], or None when a piece finds no room: each piece goes to the cheapest bin with room."""
-    heap = [(0, b) for b in range(num_bins)]
-    room, count, bin_of = [caps.weight] * num_bins, [0] * num_bins, []
+    """Bin of each piece, int64 [p], or None when a piece finds no room: each piece goes to the cheapest bin with room.
+
+    Bins without room for the piece at hand are set aside, by room, until pieces are short enough for them. O(p log M).
+    """
+    open_bins, aside = [(0, b) for b in range(num_bins)], []  # heaps of (cost, bin) and (-room, bin)
+    room, total, count, bin_of = [caps.weight] * num_bins, [0] * num_bins, [0] * num_bins, []
     for w, c in zip(weight.tolist(), cost.tolist()):
-        passed = []
-        while heap and room[heap[0][1]] < w:
-            passed.append(heapq.heappop(heap))
-        if not heap:
+        while aside and -aside[0][0] >= w:
+            chosen = heapq.heappop(aside)[1]
+            heapq.heappush(open_bins, (total[chosen], chosen))
+        while open_bins and room[open_bins[0][1]] < w:
+            chosen = heapq.heappop(open_bins)[1]
+            heapq.heappush(aside, (-room[chosen], chosen))
+        if not open_bins:
             return None
-        total, chosen = heap[0]
+        chosen = open_bins[0][1]
         bin_of.append(chosen)
         room[chosen] -= w
+        total[chosen] += c
         count[chosen] += 1
         if count[chosen] < caps.pieces and room[chosen] > 0:
-            heapq.heapreplace(heap, (total + c, chosen))
+            heapq.heapreplace(open_bins, (total[chosen], chosen))
         else:
-            heapq.heappop(heap)
-        for entry in passed:
-            heapq.heappush(heap, entry)
+            heapq.heappop(open_bins)
     return np.asarray(bin_of, dtype=np.int64)
 
 

@@ -145,6 +145,26 @@ def test_packing_parts():
     assert fill_empty_bins(np.array([0, 0]), np.array([5, 4]), 4).tolist() == [1, 0]
 
 
+def test_longest_first_equals_its_definition():
+    rng = np.random.default_rng(6)
+    outcomes = set()
+    for _ in range(300):
+        caps, num_bins = Caps(weight=20, pieces=int(rng.integers(2, 6))), int(rng.integers(1, 6))
+        weight = np.sort(rng.integers(1, 21, size=rng.integers(1, 16)))[::-1]
+        bins, expected = [[] for _ in range(num_bins)], []
+        for w in weight.tolist():
+            fitting = [b for b in range(num_bins) if sum(bins[b]) + w <= caps.weight and len(bins[b]) < caps.pieces]
+            if not fitting:
+                expected = None
+                break
+            expected.append(min(fitting, key=lambda b: sum(x * x for x in bins[b])))
+            bins[expected[-1]].append(w)
+        found = longest_first(weight, weight * weight, num_bins, caps)
+        assert (found is None) == (expected is None) and (found is None or found.tolist() == expected)
+        outcomes.add(found is None)
+    assert outcomes == {True, False}
+
+
 @pytest.fixture(scope="module")
 def real_lengths(shared):
     """Tokens per document of a public heavy-tailed mixture (header 34 bytes, then int32 lengths)."""
