@@ -10,29 +10,32 @@ import hashlib
 import json
 import logging
 import os
-import random
 import shutil
 from dataclasses import dataclass
-from importlib import metadata as packages
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-import megatron.core
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_dyn import device
 from megatron_dyn.training.checkpoint_files import CheckpointError, CheckpointFolder, digest_files, on_every_rank
 from megatron_dyn.training.checkpoint_optimizer import OptimizerPart
+from megatron_dyn.training.checkpoint_run import (
+    RNG_KEY,
+    describe,
+    rng_object,
+    rng_state,
+    seed_anew,
+    set_rng_state,
+    topology,
+    versions,
+)
 from megatron_dyn.training.checkpoint_tensors import misfits, read_state, requested_tensors, saved_tensors, write_state
 
 __all__ = ["CheckpointError", "CheckpointManager", "LoadedState"]
 
 logger = logging.getLogger(__name__)
-_RNG_KEY = "rng_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,8 @@ class CheckpointManager:
         part = OptimizerPart(optimizer, self._metadata()) if optimizer is not None else None
         description = {
             "iteration": iteration,
-            "versions": _versions(),
-            "topology": _topology(),
+            "versions": versions(),
+            "topology": topology(),
             "optimizer": {"kind": part.kind, "sharding": part.sharding} if part else None,
             "scheduler": scheduler is not None,
             "sampler_state": sampler_state,
@@ -131,7 +134,7 @@ class CheckpointManager:
                 state["optimizer_groups"] = part.groups()
             if scheduler is not None:
                 state["opt_param_scheduler"] = scheduler.state_dict()
-            state[_RNG_KEY] = _rng_object(_rng_state())
+            state[RNG_KEY] = rng_object(rng_state())
             write_state(state, staging, self._metadata()["dp_cp_group"])
 
             def digest_own() -> dict:
@@ -221,7 +224,7 @@ class CheckpointManager:
             on_every_rank("restore the sampler", lambda: sampler.load_state_dict(seal["sampler_state"]))
         request = {**model_state, "optimizer_tensors": wanted}
         if restores_rng:
-            request["generators"] = _rng_object(None)
+            request["generators"] = rng_object(None)
         loaded = read_state(request, path)
         _load_models(models, loaded)
         if part is not None:
@@ -231,33 +234,32 @@ class CheckpointManager:
             scheduler.num_steps = 0  # loading adds the saved steps
             scheduler.load_state_dict(loaded["opt_param_scheduler"])
         if restores_rng:
-            _set_rng_state(loaded["generators"])
+            set_rng_state(loaded["generators"])
         elif strict_rng == "auto":
-            _seed_anew(iteration)
+            seed_anew(iteration)
         return LoadedState(
             iteration=iteration, sampler_state=seal["sampler_state"], extra=seal["extra"], rng_restored=restores_rng, path=path
         )
 
     def _can_restore_rng(self, seal: dict, strict_rng: "Literal['auto'] | bool") -> bool:
-        same = seal["topology"] == _topology()
-        if strict_rng is False or (strict_rng == "auto" and same):
-            return strict_rng == "auto"
-        text = f"saved with {_describe(seal['topology'])}, loaded with {_describe(_topology())}"
-        if not same and strict_rng is True:
+        if strict_rng is False or seal["topology"] == topology():
+            return strict_rng is not False
+        text = f"saved with {describe(seal['topology'])}, loaded with {describe(topology())}"
+        if strict_rng is True:
             raise CheckpointError(f"the random number generators cannot be restored on another topology: {text}")
-        if not same and dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             logger.warning("the random number generators are seeded anew (dropout will differ): %s", text)
-        return same
+        return False
 
     def _request_optimizer(self, part: OptimizerPart, model_state: dict, seal: dict, path: Path) -> dict:
         if seal["optimizer"] is None:
             raise CheckpointError(f"{path} was saved without an optimizer; load the model only, or another checkpoint")
         fixed = ("tensor", "pipeline", "virtual_pipeline", "expert")
-        moved = [name for name in fixed if seal["topology"][name] != _topology()[name]]
+        moved = [name for name in fixed if seal["topology"][name] != topology()[name]]
         if seal["optimizer"]["sharding"] == "dp_reshardable" and moved:
             raise CheckpointError(
                 f"the optimizer state of {path} can only be loaded under the same model parallelism (saved with "
-                f"{_describe(seal['topology'])}, here {_describe(_topology())}). Save with fully_reshardable=True to change it."
+                f"{describe(seal['topology'])}, here {describe(topology())}). Save with fully_reshardable=True to change it."
             )
         return part.request(model_state, seal["optimizer"])
 
@@ -297,40 +299,6 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _versions() -> dict:
-    return {
-        "megatron_dyn": _installed("megatron-dyn"),
-        "megatron-core": megatron.core.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return packages.version(distribution)
-    except packages.PackageNotFoundError:
-        return "not installed (run from a source folder)"
-
-
-def _topology() -> dict:
-    """Sizes of everything that decides which generators a rank has."""
-    return {
-        "world": dist.get_world_size(),
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        "context": parallel_state.get_context_parallel_world_size(),
-        "expert": parallel_state.get_expert_model_parallel_world_size(),
-        "data": parallel_state.get_data_parallel_world_size(),
-        "device": device.compute_device().type,
-    }
-
-
-def _describe(topology: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in topology.items())
-
-
 def _require_shared(staging: Path) -> None:
     if not staging.is_dir():
         raise CheckpointError(f"{staging}, made by rank 0, is not there: --save must be one folder that all ranks share")
@@ -346,30 +314,3 @@ def _require_equal_on_all_ranks(description: dict) -> None:
         differing = [rank for rank, digest in enumerate(digests) if digest[name] != digests[0][name]]
         if differing:
             raise CheckpointError(f"not saved: {name} differs between rank 0 and ranks {differing[:8]}, but is saved once for all ranks")
-
-
-# ---- random number generators ----------------------------------------------------------------------------------
-
-
-def _rng_state() -> dict:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), **device.rng_state()}
-
-
-def _rng_object(state: Optional[dict]) -> ShardedObject:
-    """One object a rank: with dropout, ranks draw different numbers."""
-    return ShardedObject(_RNG_KEY, state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
-
-
-def _set_rng_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    device.set_rng_state(state)
-
-
-def _seed_anew(iteration: int) -> None:
-    """Seeds from this run's seed and the iteration, so that the draws of the run's beginning do not come again."""
-    text = f"{torch.initial_seed()}:{iteration}"
-    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
-    random.seed(seed)
-    np.random.seed(seed)
-    device.seed_everything(seed)

@@ -169,6 +169,7 @@ class OptimizerPart:
         mixed = {"optimizer": inner, "fp32_from_fp16_params": loaded.get("fp32_from_fp16_params"), **extra}
         self.optimizer.load_state_dict(inner if self.kind == "float32" else mixed)
 
+    @torch.no_grad()
     def _restore_shards(self, param_state: dict) -> None:
         """Cut the read tensors into this rank's shards.
 

@@ -6,6 +6,8 @@ that dies. DCP's synchronous writer writes the same files, and its collectives c
 rank. So the state is prepared by Megatron, laid out by Megatron's planner, and written by DCP; Megatron's loader reads it.
 """
 
+import io
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator, Optional
@@ -62,7 +64,9 @@ def write_state(state: dict, folder: Path, replicas: dist.ProcessGroup) -> None:
 
     def write_common():
         if dist.get_rank() == 0:
-            torch.save(common, folder / COMMON_NAME)
+            content = io.BytesIO()  # torch.save into a file says "unexpected pos" where a full disk is meant
+            torch.save(common, content)
+            (folder / COMMON_NAME).write_bytes(content.getvalue())
             save_config(CheckpointingConfig(*_BACKEND), str(folder))
 
     on_every_rank(f"write {folder / COMMON_NAME}", write_common)
@@ -80,7 +84,9 @@ def read_state(requested: dict, folder: Path) -> dict:
         CheckpointError: on every rank, when any rank could not read.
     """
     try:
-        return dist_checkpointing.load(requested, str(folder))
+        with warnings.catch_warnings():  # of PyTorch about the names that Megatron's loader still uses
+            warnings.filterwarnings("ignore", message=".*(load_state_dict.* is deprecated|deprecating ShardedTensor)", category=FutureWarning)
+            return dist_checkpointing.load(requested, str(folder))
     except dcp.api.CheckpointException as error:
         reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
         raise CheckpointError(f"could not read the tensors of {folder}: {reasons}") from error

@@ -122,6 +122,18 @@ def load(run: Run, folder, strict_rng="auto", **manager):
     return state
 
 
+def damage(path, how: str) -> None:
+    """Change a file as disks and people do: "cut", "flip" (one bit in the middle), "delete"."""
+    content = path.read_bytes()
+    if how == "delete":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
 def draws() -> "list[float]":
     """Numbers from every generator that dropout uses (and so moves them on)."""
     numbers = [float(torch.rand(()))]

@@ -19,7 +19,8 @@ SHAPES = {
     "pp2 vpp2": (2, Shape(pp=2, vpp=2)),
     "dp1 distributed": (1, Shape(distributed=True)),
     "dp2 distributed": (2, Shape(distributed=True)),
-    "tp2 pp2 dp2 distributed": (8, Shape(tp=2, pp=2, distributed=True)),
+    "tp2 dp2 distributed": (4, Shape(tp=2, distributed=True)),
+    "tp2 pp2": (4, Shape(tp=2, pp=2)),
     "dp2": (2, Shape()),
     "bf16": (1, Shape(bf16=True)),
     "bf16 tp2": (2, Shape(tp=2, bf16=True)),
@@ -33,8 +34,8 @@ SHAPES = {
 PAIRS = [
     ("tp2", "tp1"), ("tp1", "tp2"), ("tp2 padded to 64", "tp1"), ("tp1", "tp2 padded to 64"),
     ("pp2", "tp1"), ("tp1", "pp2"), ("pp2 vpp2", "tp1"), ("pp2 vpp2", "pp2"), ("tp2", "pp2 vpp2"),
-    ("dp1 distributed", "dp2 distributed"), ("dp2 distributed", "dp1 distributed"), ("tp2 pp2 dp2 distributed", "dp1 distributed"),
-    ("dp2 distributed", "tp2"), ("tp2", "dp2 distributed"), ("tp2 pp2 dp2 distributed", "pp2 vpp2"),
+    ("dp1 distributed", "dp2 distributed"), ("dp2 distributed", "dp1 distributed"), ("tp2 dp2 distributed", "dp1 distributed"),
+    ("dp2 distributed", "tp2"), ("tp2", "dp2 distributed"), ("tp2 pp2", "pp2 vpp2"),
     ("bf16 tp2", "bf16"), ("bf16 dp2 distributed", "bf16"), ("bf16 tp2", "bf16 dp2 distributed"),
     ("tied pp2", "tied"), ("tied tp2 padded to 64", "tied pp2"), ("sgd tp2", "sgd"),
 ]  # fmt: skip
@@ -140,6 +141,14 @@ def test_another_topology_draws_new_numbers_and_says_so(saved):
     fresh, first, second = launch(1, job, "auto")[0]
     assert len({*fresh, *first, *second}) == 6
     assert launch(1, job, "auto")[0][1] == first  # and they are a function of seed and iteration
+    tp1 = saved("tp1")
+
+    def on_two_tensor_parallel_ranks(rank, world):
+        load(start(Shape(tp=2)), tp1)
+        return draws()
+
+    (default_0, parallel_0), (default_1, parallel_1) = launch(2, on_two_tensor_parallel_ranks)
+    assert default_0 == default_1 and parallel_0 != parallel_1  # as Megatron wants the generators of a tensor-parallel group
     with pytest.raises(AssertionError, match="(?s)cannot be restored on another topology.*tensor 2.*tensor 1"):
         launch(1, job, True)
 
