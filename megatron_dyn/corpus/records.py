@@ -45,7 +45,7 @@ def _parse_json(record: Record, text: str) -> object:
         return _decoder.decode(text)
     except json.JSONDecodeError as error:
         byte = record.offset + len(text[: error.pos].encode())
-        _bad(record, f"is not complete JSON (byte {record.offset}): {error.msg} at byte {byte} of the file")
+        _bad(record, f"is not complete JSON (byte {record.offset}): {error.msg.removesuffix(' at')} at byte {byte} of the file")
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
         _bad(record, f"is not strict JSON (byte {record.offset}): {reason}")

