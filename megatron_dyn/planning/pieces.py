@@ -9,9 +9,13 @@ Shapes: n documents of the step, p pieces.
 | document, start, length of each piece   | [p]   | int64 |
 | ends_document (no label for last token) | [p]   | bool  |
 
-A document above B is split into the fewest pieces possible, of near-equal length (they differ by at most one token).
-Near-equal rather than "B, B, ..., rest", because attention is quadratic: equal pieces cost least in total, the costliest
-microbatch (which every other rank waits for) is cheapest, and no orphan of a few tokens is left without context.
+A document above B is split into the fewest pieces possible, in one of two ways:
+
+- even: of near-equal length (they differ by at most one token). Attention is quadratic, so equal pieces cost least in total, the
+  costliest microbatch (which every other rank waits for) is cheapest, and no orphan of a few tokens is left without context.
+- full: B, B, ..., rest. Full pieces waste no room, while a step of many even pieces of, say, 0.6 B wastes four tenths.
+
+The planner takes even pieces unless full ones need fewer microbatches.
 """
 
 from dataclasses import dataclass
@@ -46,7 +50,7 @@ class StepPieces:
         return len(self.length)
 
 
-def cut_documents(documents: np.ndarray, lengths: np.ndarray, *, budget: int, oversize: str) -> StepPieces:
+def cut_documents(documents: np.ndarray, lengths: np.ndarray, *, budget: int, oversize: str, even: bool = True) -> StepPieces:
     """Apply the oversize policy. Every piece has 1 to `budget` tokens; pieces keep the order of the step.
 
     Args:
@@ -54,6 +58,7 @@ def cut_documents(documents: np.ndarray, lengths: np.ndarray, *, budget: int, ov
         lengths: their lengths in tokens, int64 [n], all positive.
         budget: most tokens in a piece (B).
         oversize: "split", "truncate" or "drop" ("error" has been settled when the planner was made).
+        even: split into pieces of near-equal length, or into full ones and a rest.
     """
     too_long = lengths > budget
     oversize_count = int(np.count_nonzero(too_long))
@@ -78,9 +83,13 @@ def cut_documents(documents: np.ndarray, lengths: np.ndarray, *, budget: int, ov
         )
     counts = -(-lengths // budget)
     index = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    short, longer = np.repeat(lengths // counts, counts), np.repeat(lengths % counts, counts)
-    start = index * short + np.minimum(index, longer)
-    length = short + (index < longer)
+    if even:
+        short, longer = np.repeat(lengths // counts, counts), np.repeat(lengths % counts, counts)
+        start = index * short + np.minimum(index, longer)
+        length = short + (index < longer)
+    else:
+        start = index * budget
+        length = np.minimum(np.repeat(lengths, counts) - start, budget)
     return StepPieces(
         document=np.repeat(documents, counts),
         start=start,

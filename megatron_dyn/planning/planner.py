@@ -131,22 +131,37 @@ class Planner:
         number, steps = step - first_step, self.steps_per_epoch(epoch)
         begin, end = self._bounds(number, ordered.ends)
         documents = ordered.order[begin:end]
-        pieces = cut_documents(
-            documents,
-            self.lengths[documents].astype(np.int64),
-            budget=self.config.max_tokens_per_microbatch,
-            oversize=self.config.oversize,
-        )
-        return assemble(
-            step=step,
-            epoch=epoch,
-            documents=documents,
-            pieces=pieces,
-            config=self.config,
-            digest_seed=self._digest_seed,
-            empty_documents=self.counts.empty_documents if number == 0 else 0,
-            drop_last_documents=self.num_documents - end if number == steps - 1 else 0,
-        )
+
+        def divided(*, even: bool) -> StepPlan:
+            pieces = cut_documents(
+                documents,
+                self.lengths[documents].astype(np.int64),
+                budget=self.config.max_tokens_per_microbatch,
+                oversize=self.config.oversize,
+                even=even,
+            )
+            return assemble(
+                step=step,
+                epoch=epoch,
+                documents=documents,
+                pieces=pieces,
+                config=self.config,
+                digest_seed=self._digest_seed,
+                empty_documents=self.counts.empty_documents if number == 0 else 0,
+                drop_last_documents=self.num_documents - end if number == steps - 1 else 0,
+            )
+
+        plan = divided(even=True)
+        if plan.stats.split_documents and plan.stats.microbatches > self._fewest_microbatches(plan.stats.tokens):
+            full = divided(even=False)
+            if full.num_microbatches < plan.num_microbatches:
+                return full
+        return plan
+
+    def _fewest_microbatches(self, tokens: int) -> int:
+        """No step of so many tokens has fewer microbatches over all ranks."""
+        group = self.config.data_parallel_size * self.config.microbatch_multiple
+        return -(-tokens // (self.config.max_tokens_per_microbatch * group)) * group
 
     def _bounds(self, number: int, ends: np.ndarray | None) -> tuple[int, int]:
         if ends is None:

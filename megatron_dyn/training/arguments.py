@@ -9,6 +9,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import types
 import typing
@@ -65,6 +66,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string below each field of a dataclass.
 

@@ -133,7 +133,9 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     manager = None
     resumed = ""
     if run.checkpoint.save or run.checkpoint.load:
-        manager = CheckpointManager(save=run.checkpoint.save, load=run.checkpoint.load, keep_last=run.checkpoint.keep_last)
+        manager = CheckpointManager(
+            save=run.checkpoint.save, load=run.checkpoint.load, keep_last=run.checkpoint.keep_last, vocab_size=inputs.vocab_size
+        )
         state = manager.load(models=models, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
         if state is not None:
             progress = {"iteration": state.iteration, **{name: state.extra[name] for name in ("consumed_tokens", "consumed_documents")}}

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags and YAML become one validated configuration, or one message that every rank would print alike."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dyn.training import arguments
+from megatron_dyn.training.arguments import SECTIONS, build_parser, field_docs, parse_arguments
+from megatron_dyn.training.config import ConfigError
+
+MINIMAL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --data-path corpus --vocab-size 100 "
+    "--max-tokens-per-microbatch 512 --global-batch-size 8 --lr 1e-3 --train-iters 10"
+).split()
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def parse(*more: str, world_size: int = 1):
+    return parse_arguments([*MINIMAL, *more], world_size=world_size)
+
+
+def without(flag: str) -> list[str]:
+    at = MINIMAL.index(flag)
+    return MINIMAL[:at] + MINIMAL[at + 2 :]
+
+
+def test_flags_reach_their_section():
+    run = parse("--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16", "--data-path", "0.7", "a", "0.3", "b", world_size=4)
+    assert run.parallel.sequence_parallel and run.training.bf16 and run.precision == "bf16"
+    assert run.data.data_path == ["0.7", "a", "0.3", "b"]
+    assert run.parallel.data_parallel_size(4) == 2
+    assert run.plan_config(data_parallel_size=2).alignment == 2
+
+
+def test_every_field_of_every_section_has_a_flag_and_an_explanation():
+    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
+    for _, cls in SECTIONS.values():
+        docs = field_docs(cls)
+        for item in dataclasses.fields(cls):
+            assert "--" + item.name.replace("_", "-") in flags
+            assert docs.get(item.name), f"{cls.__name__}.{item.name} has no explanation"
+
+
+def test_no_two_sections_share_a_name():
+    names = [item.name for _, cls in SECTIONS.values() for item in dataclasses.fields(cls)]
+    assert len(names) == len(set(names)), "a flag would set two fields"
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  num_layers: 4\n  hidden-size: 32\nlr: 1e-4\nadam_beta2: 0.95\nbf16: true\n")
+    run = parse_arguments(["--config", str(file), *without("--num-layers"), "--no-bf16"], world_size=1)
+    assert run.model.num_layers == 4, "from YAML"
+    assert run.model.hidden_size == 64, "the flag wins"
+    assert run.optimizer.lr == 1e-3 and run.optimizer.adam_beta2 == 0.95 and run.optimizer.adam_beta1 == 0.9
+    assert run.training.bf16 is False
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("num_layer: 4", "unknown setting 'num_layer'.*did you mean 'num_layers'"),
+        ("model:\n  lr: 1.0", "unknown setting 'lr' in section 'model'"),
+        ("num_layers: four", "num_layers is 'four'; expected int"),
+        ("num_layers: 2.5", "expected int"),
+        ("bf16: yep", "bf16 is 'yep'; expected bool"),
+        ("oversize: cut", "expected one of split, truncate, drop, error"),
+        ("lr: 1.0\noptimizer:\n  lr: 2.0", "set twice"),
+        ("seq_length: 4096", "max-tokens-per-microbatch"),
+        ("- a\n- b", "holds a list"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused(tmp_path, text, complaint):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        parse("--config", str(file))
+
+
+def test_a_missing_yaml_file_is_refused():
+    with pytest.raises(ConfigError, match="nowhere.yaml cannot be read"):
+        parse("--config", "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (["--nonsense", "1"], "unrecognized arguments: --nonsense"),
+        (["--num-layer", "4"], "unrecognized"),
+        (["--num-layers", "two"], "invalid int value"),
+        (["--micro-batch-size", "1"], "--max-tokens-per-microbatch"),
+        (["--fp16"], "--bf16"),
+        (["--context-parallel-size", "2"], "context parallelism is not supported"),
+        (["--global-batch-tokens", "4096"], "exactly one of --global-batch-size.*not both"),
+        (["--max-tokens-per-microbatch", "0"], "max_tokens_per_microbatch"),
+        (["--overlap-param-gather"], "--use-distributed-optimizer"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "at least two pipeline ranks"),
+        (["--lr-warmup-iters", "10"], "warmup of 10 steps leaves nothing"),
+        (["--lr-warmup-iters", "1", "--lr-warmup-fraction", "0.1"], "contradict"),
+        (["--lr-decay-style", "WSD"], "--lr-wsd-decay-iters"),
+        (["--min-lr", "1"], "--min-lr"),
+        (["--save-interval", "5"], "--save-interval without --save"),
+        (["--position-embedding-type", "learned_absolute", "--max-position-embeddings", "511"], "run past the table"),
+        (["--num-query-groups", "3"], "query groups"),
+        (["--train-iters", "0"], "at least 1"),
+    ],
+)
+def test_wrong_or_contradictory_flags_are_refused(flags, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse(*flags)
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--data-path", "--vocab-size", "--max-tokens-per-microbatch", "--global-batch-size", "--lr", "--train-iters"])
+def test_what_is_needed_is_asked_for(flag):
+    with pytest.raises(ConfigError, match=flag):
+        parse_arguments(without(flag), world_size=1)
+
+
+def test_ranks_that_hold_no_whole_model_are_refused():
+    with pytest.raises(ConfigError, match="3 ranks cannot hold whole copies"):
+        parse("--tensor-model-parallel-size", "2", world_size=3)
+
+
+def test_megatron_launch_scripts_keep_their_spelling():
+    run = parse("--disable-bias-linear", "--use-mcore-models", "--use-rotary-position-embeddings", "--accumulate-allreduce-grads-in-fp32")
+    assert run.model.add_bias_linear is False and run.model.position_embedding_type == "rope"
+
+
+def test_every_refused_flag_is_refused_with_its_way_out():
+    for name, way_out in arguments.REFUSED.items():
+        with pytest.raises(ConfigError) as refusal:
+            parse("--" + name.replace("_", "-"))
+        assert way_out in str(refusal.value)
+
+
+def test_all_ranks_print_the_same_refusal_before_any_process_group():
+    """No rendezvous exists here: a rank that tried to make a process group would hang."""
+    command = [sys.executable, "pretrain_gpt_thd.py", *MINIMAL, "--data-path", "does/not/exist"]
+    texts = []
+    for rank in range(2):
+        environment = os.environ | {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+        ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 2
+        texts.append(ended.stderr)
+    assert texts[0] == texts[1]
+    assert "does/not/exist" in texts[0] and "Traceback" not in texts[0]
