@@ -43,7 +43,7 @@ class OptimizerPart:
         metadata: Megatron's sharded state dict metadata (sharding type, process group).
 
     Raises:
-        CheckpointError: an optimizer of another class.
+        CheckpointError: an optimizer of another class, or one with a loss scaler.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, metadata: dict):
@@ -54,6 +54,8 @@ class OptimizerPart:
         if len(chained) != 1 or self.kind is None or self.optimizer.optimizer is None:
             names = ", ".join(type(o).__name__ for o in chained)
             raise CheckpointError(f"checkpoints of this optimizer are not supported: {names} ({len(chained)} in a chain)")
+        if getattr(self.optimizer, "grad_scaler", None) is not None:
+            raise CheckpointError("checkpoints of loss scaling (fp16) are not supported: train in bf16 or fp32")
         self.inner = self.optimizer.optimizer
         self.metadata = metadata
 
@@ -69,7 +71,7 @@ class OptimizerPart:
         return self.optimizer.sharded_state_dict(model_state, metadata=self.metadata)
 
     def groups(self) -> dict:
-        """Step count, loss scaler, and the parameter groups of all ranks without their parameters; collective.
+        """Step count and the parameter groups of all ranks without their parameters; collective.
 
         Pipeline stages may have different groups (a stage with an embedding only has no norms), so rank 0's are not enough.
         """
@@ -77,8 +79,7 @@ class OptimizerPart:
         everybodys: list = [None] * dist.get_world_size()
         dist.all_gather_object(everybodys, mine)
         union = {_identity(group): group for groups in reversed(everybodys) for group in groups}
-        scaler = getattr(self.optimizer, "grad_scaler", None)
-        return {"groups": list(union.values()), "step": self._step(), "grad_scaler": scaler.state_dict() if scaler else None}
+        return {"groups": list(union.values()), "step": self._step()}
 
     def _step(self) -> Optional[int]:
         steps = {int(s["step"]) for s in self.inner.state.values() if "step" in s}
@@ -156,9 +157,8 @@ class OptimizerPart:
         """
         groups, step = self._matched_groups(common["groups"], keep_settings), common["step"]
         stamped = groups if step is None else [{**group, "step": step} for group in groups]
-        extra = {"grad_scaler": common["grad_scaler"]} if common["grad_scaler"] else {}
         if self.kind == "distributed":
-            self.optimizer.load_state_dict({"optimizer": {"param_groups": stamped}, **extra})
+            self.optimizer.load_state_dict({"optimizer": {"param_groups": stamped}})
             self._restore_shards(loaded["param_state"])
             return
         tensors = (loaded if self.kind == "float32" else loaded["optimizer"]).get("state", {})
@@ -166,7 +166,7 @@ class OptimizerPart:
             inner = {"state": {**tensors, "common_step": torch.tensor(float(step))}, "param_groups": groups}
         else:
             inner = {"state": tensors, "param_groups": stamped}
-        mixed = {"optimizer": inner, "fp32_from_fp16_params": loaded.get("fp32_from_fp16_params"), **extra}
+        mixed = {"optimizer": inner, "fp32_from_fp16_params": loaded.get("fp32_from_fp16_params")}
         self.optimizer.load_state_dict(inner if self.kind == "float32" else mixed)
 
     @torch.no_grad()

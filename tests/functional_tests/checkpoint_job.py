@@ -6,8 +6,10 @@ element by element, so any topology must hold the same bits, and `globals_of` pu
 """
 
 import hashlib
+import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,6 +43,7 @@ class Shape:
     layers: int = 4
     padded_vocab: int = 56
     optimizer: str = "adam"
+    loss_scale: float | None = None
 
 
 @dataclass
@@ -93,7 +96,7 @@ def start(shape: Shape) -> Run:
         models.append(DistributedDataParallel(config=config, ddp_config=ddp, module=wrapped, disable_bucketing=stage > 0))
     settings = OptimizerConfig(
         optimizer=shape.optimizer, lr=1e-2, min_lr=1e-4, weight_decay=0.1, adam_eps=1e-3, clip_grad=0.0, bf16=shape.bf16, params_dtype=dtype,
-        use_distributed_optimizer=shape.distributed, sgd_momentum=0.9,
+        use_distributed_optimizer=shape.distributed, sgd_momentum=0.9, loss_scale=shape.loss_scale,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(settings, models, config_overrides=get_standard_config_overrides(settings))
     scheduler = OptimizerParamScheduler(
@@ -135,11 +138,11 @@ def damage(path, how: str) -> None:
 
 
 def draws() -> "list[float]":
-    """Numbers from every generator that dropout uses (and so moves them on)."""
+    """Numbers from torch's default, Megatron's tensor-parallel, Python's and numpy's generator (which moves them on)."""
     numbers = [float(torch.rand(()))]
     with get_cuda_rng_tracker().fork():
         numbers.append(float(torch.rand(())))
-    return numbers
+    return [*numbers, random.random(), float(np.random.rand())]
 
 
 def globals_of(run: Run) -> dict:

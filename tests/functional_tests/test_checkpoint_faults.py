@@ -252,6 +252,11 @@ def test_model_only_checkpoints_and_empty_folders(tmp_path):
     assert (state.iteration, state.sampler_state, state.extra, state.rng_restored) == (5, {"a": [1]}, {"b": None}, False)
 
 
+def test_loss_scaling_is_refused_instead_of_losing_the_scale(tmp_path):
+    message = launch(1, lambda rank, world: refusal(lambda: save(start(Shape(bf16=True, loss_scale=128.0)), tmp_path)))[0]
+    assert "loss scaling (fp16)" in message and os.listdir(tmp_path) == []
+
+
 def test_the_sampler_gets_its_state_and_may_refuse(tmp_path):
     class Sampler:
         def __init__(self, refuses):
