@@ -23,10 +23,10 @@ def test_pieces_are_even_where_that_costs_no_microbatch():
 
 
 def test_full_pieces_are_taken_where_even_ones_waste_microbatches():
-    # Even: 3 x 3422, 4 x 2622, 2106 - no two of them fit together, so 8 microbatches. Full: 22,860 tokens in 6.
-    plan = plan_of([3 * 3422, 4 * 2622, 2106])
-    assert plan.num_microbatches == 6 and plan.stats.fill > 0.92
-    assert lengths_of(plan).count(4096) == 4
+    # Even: 3 x 3000, 5 x 3300, 2106 - no two of them fit together, so 9 microbatches. Full: 6 x 4096, and 808 + 116 + 2106.
+    plan = plan_of([9000, 16_500, 2106])
+    assert plan.num_microbatches == 7 and plan.stats.fill > 0.96
+    assert lengths_of(plan) == [116, 808, 2106, *[4096] * 6]
 
 
 def test_both_ways_hold_every_token_once():
