@@ -15,6 +15,7 @@ between the forward and the backward of another.
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +151,7 @@ class Stepper:
     def find_bad_gradients(self, microbatches: list[PackedMicrobatch]) -> list[int]:
         """Which of this rank's microbatches give a non-finite gradient: each is run again alone.
 
-        Collective over the model-parallel ranks; weights are not touched. The schedule may need several microbatches at once
+        Collective over all ranks; weights are not touched. The schedule may need several microbatches at once
         (interleaving), so each is repeated as often as it asks; what is not finite once is not finite in a sum.
 
         Args:
@@ -164,21 +165,18 @@ class Stepper:
         try:
             for name in hooks:
                 setattr(config, name, None)
-            for model in self.models:
-                model.no_sync_context = model.no_sync()
-                model.no_sync_context.__enter__()
             for position, microbatch in enumerate(microbatches):
                 self._zero_gradients()
-                self.forward_backward([microbatch] * repeats, forward_only=False)
+                with ExitStack() as local_gradients:
+                    for model in self.models:  # only now: clearing the buffers switches the overlapped reduction on again
+                        local_gradients.enter_context(model.no_sync())
+                    self.forward_backward([microbatch] * repeats, forward_only=False)
                 finite = all(bool(p.main_grad.isfinite().all()) for model in self.models for p in model.parameters() if p.requires_grad)
                 flag = torch.tensor([0 if finite else 1], dtype=torch.int32, device=microbatch.tokens.device)
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=parallel_state.get_model_parallel_group())
                 if flag.item():
                     bad.append(position)
         finally:
-            for model in self.models:
-                model.no_sync_context.__exit__(None, None, None)
-                del model.no_sync_context
             for name, value in hooks.items():
                 setattr(config, name, value)
             config.finalize_model_grads_func = finalize
