@@ -3,15 +3,19 @@
 
 import dataclasses
 import importlib.util
+import logging
 from typing import Literal
 
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dyn import device
 from megatron_dyn.layers.attention import ThdAttention
 from megatron_dyn.layers.norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 
+logger = logging.getLogger(__name__)
 Backend = Literal["local", "te"]
 
 
@@ -40,7 +44,7 @@ def gpt_block_spec(
     if backend != "local":
         raise ValueError(f"layer backend {backend!r} is not known: use 'local' or 'te'.")
 
-    norm = norm_class(config.normalization)
+    norm = norm_class(config)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
     attention = layer.submodules.self_attention
     attention = dataclasses.replace(
@@ -58,13 +62,17 @@ def gpt_block_spec(
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def norm_class(normalization: str) -> type:
-    """The local norm that Megatron's ``config.normalization`` names.
+def norm_class(config: TransformerConfig) -> type:
+    """The norm of the local layers: ours, or NVIDIA Apex's fused LayerNorm where it is installed and computes on a GPU.
 
     Raises:
-        ValueError: neither "RMSNorm" nor "LayerNorm".
+        ValueError: ``config.normalization`` is neither "RMSNorm" nor "LayerNorm".
     """
     classes = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm}
-    if normalization not in classes:
-        raise ValueError(f"normalization {normalization!r} has no local norm: use one of {', '.join(classes)}.")
-    return classes[normalization]
+    if config.normalization not in classes:
+        raise ValueError(f"normalization {config.normalization!r} has no local norm: use one of {', '.join(classes)}.")
+    on_gpu = device.compute_device().type == "cuda"
+    if config.normalization == "LayerNorm" and on_gpu and importlib.util.find_spec("apex") is not None:
+        logger.info("layers: LayerNorm is NVIDIA Apex's fused kernel")
+        return FusedLayerNorm
+    return classes[config.normalization]
