@@ -160,6 +160,9 @@ class OptimizerPart:
         if self.kind == "distributed":
             self.optimizer.load_state_dict({"optimizer": {"param_groups": stamped}})
             self._restore_shards(loaded["param_state"])
+            if isinstance(self.inner, _STEPS_IN_STATE):
+                for group in self.inner.param_groups:
+                    group.pop("step", None)  # Megatron leaves it there, where torch's Adam would never count it up
             return
         tensors = (loaded if self.kind == "float32" else loaded["optimizer"]).get("state", {})
         if isinstance(self.inner, _STEPS_IN_STATE):  # Megatron copies it into every parameter's state

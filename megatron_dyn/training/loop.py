@@ -83,6 +83,7 @@ class Trainer:
             device=device.compute_device(),
             prefetch_steps=run.data.prefetch_steps,
         )
+        self._position = self._stream.state_dict()  # of the steps done: a step handed out may still be given up
 
     def train(self) -> None:
         """Go on to `--train-iters`, or until all ranks agree to stop. The state is saved at the end."""
@@ -142,6 +143,7 @@ class Trainer:
                 self.log.warning(reason)
         device.synchronize()
         self.iteration = iteration
+        self._position = self._stream.state_dict()
         self.consumed_tokens += plan.stats.tokens
         self.consumed_documents += plan.num_documents
         self.log.step(self._record(plan, outcome, learning_rate, time.perf_counter() - started, data_time), plan)
@@ -182,7 +184,7 @@ class Trainer:
                 models=self.stepper.models,
                 optimizer=self.stepper.optimizer,
                 scheduler=self.stepper.scheduler,
-                sampler_state=self._stream.state_dict(),
+                sampler_state=self._position,
                 extra={
                     "consumed_tokens": self.consumed_tokens,
                     "consumed_documents": self.consumed_documents,

@@ -94,12 +94,14 @@ def transformer_config(
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of ``divisible_by * tensor_parallel``.
+    """Rows of the embedding: the vocabulary rounded up to a multiple of both ``divisible_by`` and ``tensor_parallel``.
 
-    The rule is `vocab_size_with_padding` of Megatron-LM. Padding an already padded size with the same numbers changes nothing.
+    Padding rows take part in the softmax, so their number is part of the model. Megatron-LM (`vocab_size_with_padding`) rounds up to
+    the product of the two, and its loss depends on TP; with the least common multiple, all TP sizes that divide
+    ``divisible_by`` train the same model.
     """
     require(vocab_size >= 1, f"a vocabulary of {vocab_size} tokens: it must hold at least 1")
-    multiple = divisible_by * tensor_parallel
+    multiple = math.lcm(divisible_by, tensor_parallel)
     return math.ceil(vocab_size / multiple) * multiple
 
 

@@ -65,7 +65,7 @@ class ModelConfig:
     """Give the output projection its own weights instead of the word embedding's."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    """The vocabulary is padded to a multiple of this (and of the tensor-parallel size, if that does not divide it)."""
 
     hidden_dropout: float = 0.0
     """Dropout of hidden states."""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pull the plug, resume, and compare every loss with a run that was never disturbed."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from training_run import flags, heavy_tailed_lengths, losses, start, train, write_corpus  # noqa: E402
+
+STEPS = 14
+# Two epochs of 54 training documents (the last step of the first is short), dropout on, every generator in use.
+BUSY = dict(train_iters=STEPS, hidden_dropout=0.1, attention_dropout=0.1, tensor_model_parallel_size=2, sequence_parallel=True, save_interval=3)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", heavy_tailed_lengths(60, longest=150))
+
+
+@pytest.fixture(scope="module")
+def unbroken(corpus, tmp_path_factory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    train(2, flags(corpus, run_dir=folder, **BUSY | dict(save_interval=None)), folder)
+    found = losses(folder)
+    assert sorted(found) == list(range(1, STEPS + 1)) and found[STEPS] < found[1]
+    return found
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefetch_steps": 0}, {"prefetch_steps": 5}], ids=["same", "no prefetch", "deeper prefetch"])
+def test_killed_at_a_random_step_the_losses_go_on_bit_for_bit(corpus, unbroken, tmp_path, changes):
+    victim = int(np.random.default_rng(len(str(changes))).integers(4, STEPS - 2))
+    busy = flags(corpus, run_dir=tmp_path, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", **BUSY)
+    ranks = start(2, busy, tmp_path)
+    ranks.wait_for_iteration(tmp_path, victim)
+    ranks.kill()
+    assert len(losses(tmp_path)) < STEPS, "the run ended before it was killed"
+
+    resumed = flags(corpus, run_dir=tmp_path, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", **BUSY | changes)
+    output = train(2, resumed, tmp_path).output(0)
+    assert "continued from iteration" in output
+    assert losses(tmp_path) == unbroken, "equal bits"
+
+
+def test_a_resume_that_forgets_its_generators_is_noticed(corpus, unbroken, tmp_path, monkeypatch):
+    """Mutant: the same run, but the generators are seeded anew after loading."""
+    from megatron_dyn.training import checkpoint
+
+    busy = BUSY | dict(save=tmp_path / "checkpoints", load=tmp_path / "checkpoints")
+    train(2, flags(corpus, run_dir=tmp_path, **busy | dict(train_iters=6, lr_decay_iters=STEPS)), tmp_path)
+    monkeypatch.setattr(checkpoint, "set_rng_state", lambda *args, **kwargs: None)
+    train(2, flags(corpus, run_dir=tmp_path, **busy), tmp_path)
+    found = losses(tmp_path)
+    assert found[6] == unbroken[6] and found != unbroken
+
+
+def test_sigterm_saves_and_leaves_with_status_0(corpus, unbroken, tmp_path):
+    busy = flags(corpus, run_dir=tmp_path, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", **BUSY | dict(save_interval=1000))
+    ranks = start(2, busy, tmp_path)
+    ranks.wait_for_iteration(tmp_path, 4)
+    os.kill(ranks.processes[1].pid, signal.SIGTERM)  # one rank is told; all of them stop after the same step
+    assert ranks.wait() == [0, 0], ranks.output()
+    done = len(losses(tmp_path))
+    assert 4 <= done < STEPS
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == str(done)
+    train(2, busy, tmp_path)
+    assert losses(tmp_path) == unbroken
+
+
+# Dropout differs between topologies by design, and so does the padding of the vocabulary; everything else must go on alike.
+CALM = dict(train_iters=10, save_interval=5, lr_decay_iters=10, use_distributed_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (dict(world=2, tensor_model_parallel_size=2, sequence_parallel=True), dict(world=1)),
+        (dict(world=1), dict(world=2)),
+        (dict(world=2), dict(world=2, pipeline_model_parallel_size=2, max_tokens_per_microbatch=151)),
+    ],
+    ids=["TP 2 to 1", "DP 1 to 2", "DP 2 to PP 2 and another budget"],
+)
+def test_another_topology_goes_on_alike(corpus, tmp_path, before, after):
+    before, after = dict(before), dict(after)
+    common = CALM | dict(max_tokens_per_microbatch=150)  # no document is split: a budget may then change
+    whole = tmp_path / "unbroken"
+    world = before.pop("world")
+    train(world, flags(corpus, run_dir=whole, **common | before | dict(save_interval=None)), whole)
+
+    parts = common | dict(save=tmp_path / "checkpoints", load=tmp_path / "checkpoints")
+    train(world, flags(corpus, run_dir=tmp_path, **parts | before | dict(train_iters=5)), tmp_path)
+    world = after.pop("world")
+    train(world, flags(corpus, run_dir=tmp_path, **parts | after), tmp_path)
+    ours, expected = losses(tmp_path), losses(whole)
+    assert sorted(ours) == sorted(expected)
+    for iteration, loss in expected.items():
+        assert ours[iteration] == pytest.approx(loss, rel=1e-6), f"iteration {iteration}"
+    assert ours[10] < ours[1] - 0.1, "something was learned"
+
+
+def test_another_corpus_is_refused_before_anything_is_loaded(corpus, tmp_path):
+    settings = CALM | dict(save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", train_iters=5)
+    train(1, flags(corpus, run_dir=tmp_path, **settings), tmp_path)
+    other = write_corpus(tmp_path / "other", heavy_tailed_lengths(60, longest=150, seed=4))
+    ranks = train(1, flags(other, run_dir=tmp_path, **settings | dict(train_iters=8)), tmp_path, status=1)
+    assert "fingerprint" in ranks.output() and "Traceback" not in ranks.output()
