@@ -129,7 +129,7 @@ def test_activation_follows_swiglu():
 
 @pytest.mark.parametrize(
     "vocabulary, divisible_by, tensor_parallel, rows",
-    [(4000, 128, 1, 4096), (4000, 128, 2, 4096), (32000, 128, 4, 32256), (1, 128, 1, 128), (128, 128, 1, 128), (7, 1, 1, 7)],
+    [(4000, 128, 1, 4096), (32000, 128, 1, 32000), (32000, 128, 4, 32000), (32000, 128, 3, 32256), (1, 128, 2, 128), (7, 1, 1, 7)],
 )
 def test_vocabulary_padding(vocabulary, divisible_by, tensor_parallel, rows):
     assert padded_vocab_size(vocabulary, divisible_by, tensor_parallel) == rows
