@@ -10,9 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from reference import GPT2, LLAMA, check_losses, largest_difference, make_documents, reference_steps
-from trained_steps import Documents, Scenario, check_scenario, launch_scenario
-
-from megatron_dyn.planning import Planner
+from trained_steps import Scenario, check_scenario, launch_scenario, planner_of
 
 # Six documents a step: packs of one and of several; two odd packs; one document, so that other ranks get a filler.
 PACKED = dict(documents=make_documents([16, 13, 6, 5, 1, 2, 3, 1, 9, 2, 4, 7, 11]), budget=16, batch=6, steps=3)
@@ -35,8 +33,8 @@ MATRIX = {
     "one rank": scenario(),
     "one rank, alone": scenario(data=ALONE),
     "one rank, gpt2": scenario(GPT2),
-    "one rank, full recompute": scenario(recompute=FULL),
-    "one rank, selective recompute": scenario(recompute=SELECTIVE),
+    "one rank, full recompute": scenario(model=FULL),
+    "one rank, selective recompute": scenario(model=SELECTIVE),
     "one rank, multi-query": scenario(MULTI_QUERY),
     "TP2": scenario(tp=2),
     "TP2, gpt2": scenario(GPT2, tp=2),
@@ -47,14 +45,14 @@ MATRIX = {
     "TP2 SP, gpt2": scenario(GPT2, **TP2),
     "TP2 SP, gpt2, alone": scenario(GPT2, ALONE, **TP2),
     "TP2 SP, qk norm": scenario(QK_NORM, **TP2),
-    "TP2 SP, full recompute": scenario(recompute=FULL, **TP2),
-    "TP2 SP, selective recompute": scenario(recompute=SELECTIVE, **TP2),
+    "TP2 SP, full recompute": scenario(model=FULL, **TP2),
+    "TP2 SP, selective recompute": scenario(model=SELECTIVE, **TP2),
     "PP2": scenario(pp=2),
     "PP2, gpt2": scenario(GPT2, pp=2),
     "PP2 VPP2": scenario(pp=2, vpp=2),
     "PP2 VPP2, alone": scenario(data=ALONE, pp=2, vpp=2),
     "PP2 VPP2, gpt2": scenario(GPT2, pp=2, vpp=2),
-    "PP2 VPP2, full recompute": scenario(recompute=FULL, pp=2, vpp=2),
+    "PP2 VPP2, full recompute": scenario(model=FULL, pp=2, vpp=2),
     "DP2": scenario(dp=2),
     "DP2, alone": scenario(data=ALONE, dp=2),
     "DP2, overlapped reduction": scenario(dp=2, parallel={"overlap_grad_reduce": True}),
@@ -63,7 +61,7 @@ MATRIX = {
     "DP2, distributed optimizer, overlapped": scenario(dp=2, parallel=OVERLAPPED),
     "TP2 SP PP2": scenario(pp=2, **TP2),
     "TP2 SP PP2 VPP2": scenario(pp=2, vpp=2, **TP2),
-    "TP2 SP PP2 VPP2, gpt2, full recompute": scenario(GPT2, pp=2, vpp=2, recompute=FULL, **TP2),
+    "TP2 SP PP2 VPP2, gpt2, full recompute": scenario(GPT2, pp=2, vpp=2, model=FULL, **TP2),
     "PP4": scenario(pp=4),
     "PP4, gpt2": scenario(GPT2, pp=4),
     "PP4 VPP2": scenario(DEEP, pp=4, vpp=2),
@@ -73,7 +71,7 @@ MATRIX = {
     "PP2 DP2": scenario(pp=2, dp=2),
     "PP2 VPP2 DP2, distributed optimizer, overlapped": scenario(pp=2, vpp=2, dp=2, parallel=OVERLAPPED),
     "PP2 VPP2 DP2, gpt2, distributed optimizer": scenario(GPT2, pp=2, vpp=2, dp=2, parallel=SHARDED),
-    "TP2 SP PP2 VPP2 DP2, everything": scenario(pp=2, vpp=2, dp=2, parallel=OVERLAPPED, recompute=SELECTIVE, **TP2),
+    "TP2 SP PP2 VPP2 DP2, everything": scenario(pp=2, vpp=2, dp=2, parallel=OVERLAPPED, model=SELECTIVE, **TP2),
 }
 
 
@@ -86,9 +84,7 @@ def test_the_matrix_meets_every_kind_of_microbatch():
     """Whatever the planner does later, these kinds must stay in the matrix."""
     met = set()
     for entry in MATRIX.values():
-        config = entry.run_config().plan_config(data_parallel_size=entry.dp)
-        planner = Planner(Documents(entry.documents).lengths, config)
-        for plan in map(planner.plan, range(entry.steps)):
+        for plan in map(planner_of(entry).plan, range(entry.steps)):
             every = [microbatch for rank in plan.microbatches for microbatch in rank]
             met |= {"T not divisible by TP before padding" for mb in every if entry.sp and mb.num_tokens % entry.tp}
             met |= {"a pack of one token" for mb in every if mb.num_tokens == 1}
@@ -117,15 +113,19 @@ def test_the_matrix_meets_every_kind_of_microbatch():
 
 @pytest.mark.parametrize("topology", [dict(pp=2, vpp=2), dict(dp=2, parallel=SHARDED), dict(pp=2, **TP2)], ids=str)
 def test_a_split_document_keeps_the_label_between_its_pieces(topology):
-    """One document of 40 tokens under a budget of 16: pieces of 14, 13 and 13 that do not see each other; 39 loss tokens."""
+    """One document of 40 tokens under a budget of 16: pieces that do not see each other, and still 39 loss tokens."""
     long, short = make_documents([40, 7])
     case = Scenario(documents=(long, short), budget=16, batch=2, gpt=LLAMA, **topology)
-    results = launch_scenario(case)
-    # Of the reference's "documents", the last token is label only: what follows a piece is its last label.
-    pieces = (long[0:15], long[14:28], long[27:40], short)
-    expected = reference_steps(LLAMA, (pieces,))
-    assert expected[0].loss_tokens == 39 + 6
-    check_scenario(replace(case, documents=pieces, batch=4), results)
+    plan = planner_of(case).plan(0)
+    pieces = sorted(piece for rank in plan.microbatches for mb in rank for piece in mb.pieces)
+    assert [piece for piece in pieces if piece.document == 1] == [(1, 0, 7)]
+    cut = [(start, start + length) for document, start, length in pieces if document == 0]
+    assert len(cut) >= 3 and all(end - start <= 16 for start, end in cut)
+    assert [0, *(end for _, end in cut)] == [*(start for start, _ in cut), 40]
+    # The last token of each of the reference's "documents" is a label only: what follows a piece is its last label.
+    alone = tuple(long[start : end + 1] for start, end in cut) + (short,)
+    assert reference_steps(LLAMA, (alone,))[0].loss_tokens == 39 + 6
+    check_scenario(replace(case, documents=alone, batch=len(alone)), launch_scenario(case))
 
 
 @pytest.mark.parametrize("topology", [dict(), dict(pp=2, **TP2), dict(dp=2, parallel=OVERLAPPED)], ids=str)

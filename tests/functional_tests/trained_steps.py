@@ -71,11 +71,14 @@ class Scenario:
     dp: int = 1
     parallel: dict = field(default_factory=dict)
     """Other fields of ParallelConfig."""
-    recompute: dict = field(default_factory=dict)
-    """Fields of ModelConfig."""
+    model: dict = field(default_factory=dict)
+    """Other fields of ModelConfig."""
     packing: dict = field(default_factory=dict)
     """Other fields of DataConfig."""
+    order_of_T: tuple[int, ...] | None = None
+    """Run the microbatches in the order of these T (all different) instead of the plan's."""
     bf16: bool = False
+    on_nan: str = "stop"
     update: Update = Update()
 
     @property
@@ -103,7 +106,7 @@ class Scenario:
                 max_position_embeddings=gpt.max_positions,
                 untie_embeddings_and_output_weights=not gpt.tied,
                 make_vocab_size_divisible_by=8,
-                **self.recompute,
+                **self.model,
             ),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
@@ -129,10 +132,17 @@ class Scenario:
                 adam_eps=update.eps,
                 clip_grad=update.clip,
             ),
-            training=TrainingConfig(train_iters=100, bf16=self.bf16),
+            training=TrainingConfig(train_iters=self.steps, bf16=self.bf16, on_nan=self.on_nan),
             checkpoint=CheckpointConfig(),
             logging=LoggingConfig(),
         )
+
+
+def planner_of(scenario: Scenario) -> Planner:
+    """The product's planner, as a rank would make it."""
+    corpus = Documents(scenario.documents)
+    config = scenario.run_config().plan_config(data_parallel_size=scenario.dp)
+    return Planner(corpus.lengths, config, fingerprint=corpus.fingerprint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +184,14 @@ class Run:
         optimizer, scheduler = build_optimizer(self.run, self.models)
         self.stepper = Stepper(self.models, optimizer, scheduler)
         self.corpus = Documents(scenario.documents)
-        self.planner = Planner(
-            self.corpus.lengths, self.run.plan_config(data_parallel_size=scenario.dp), fingerprint=self.corpus.fingerprint
-        )
+        self.planner = planner_of(scenario)
 
     def microbatches(self, step: int):
         """This rank's part of a step."""
         plan = self.planner.plan(step)
         mine = plan.microbatches[parallel_state.get_data_parallel_rank()]
+        if self.scenario.order_of_T is not None:
+            mine = sorted(mine, key=lambda planned: self.scenario.order_of_T.index(planned.T))
         return plan, [
             builder.build_microbatch(planned, self.corpus, step=step, index=index) for index, planned in enumerate(mine)
         ]
