@@ -50,7 +50,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, help="JSONL files (also .gz, .xz, .zst), patterns of them, or folders of text files with --glob")
+    group.add_argument("--input", nargs="+", action="extend", required=True, help="JSONL files (also .gz, .xz, .zst), patterns of them, or folders of text files with --glob")
     group.add_argument("--glob", help="text files inside folders, one document a file, such as '**/*.py'")
     group.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="relative paths to leave out (* also matches /); repeatable")
     group.add_argument("--json-key", default="text", help="key of the text in a JSONL record (default: %(default)s)")

@@ -176,6 +176,9 @@ def test_checks_in_chunks_see_what_one_look_sees(tmp_path, make_index, monkeypat
             IndexedReader(write_pair(tmp_path, make_index(**(GOOD | change)), TOKENS))
     with pytest.raises(CorpusError, match="document 2, token 1: found id 5"):
         IndexedReader(write_pair(tmp_path, make_index(**GOOD), TOKENS), vocab_size=5)
+    early = dict(lengths=[9, 9, 9, 9, 9], pointers=[0, 36, 72, 108, 144], document_indices=[0, 5])
+    with pytest.raises(CorpusError, match="found 20 bytes, expected at least 72 bytes"):  # the sum stops there: it can never overflow
+        IndexedReader(write_pair(tmp_path, make_index(**early), TOKENS))
 
 
 @pytest.mark.parametrize("slice_", [(0, 2, 2), (0, -1, 2), (0, 0, -1), (0, 4, 0), (3, 0, 0), (-1, 0, 0)])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The atomic writer, against Megatron's own reader and builder, and under interruption at every step."""
 
+import fcntl
 import os
 import signal
 import tempfile
@@ -137,26 +138,47 @@ def write_and_die(prefix: str, system_call: int) -> bool:
 @pytest.mark.parametrize("old", [False, True], ids=["fresh", "over an older pair"])
 def test_a_kill_at_any_step_leaves_old_new_or_nothing_readable(tmp_path, old):
     prefix = str(tmp_path / "out")
+    older = [[1], [2, 3]]  # as many tokens as the new document: a mixture of both pairs would open
     outcomes = []
     for step in range(1, 40):
         for path in tmp_path.iterdir():
             path.unlink()
         if old:
             with IndexedWriter(prefix, vocab_size=100) as writer:
-                writer.add_document([1, 2])
+                for document in older:
+                    writer.add_document(document)
         killed = write_and_die(prefix, step)
         try:
-            outcomes.append(IndexedReader(prefix).tokens(0).tolist())
+            reader = IndexedReader(prefix)
+            outcomes.append([reader.tokens(i).tolist() for i in range(len(reader))])
         except CorpusError:
             outcomes.append(None)
-        assert outcomes[-1] in ([7, 8, 9], [1, 2] if old else None, None)
+            assert not os.path.exists(prefix + ".idx"), "an index alone looks finished"
+        assert outcomes[-1] in ([[7, 8, 9]], older if old else None, None)
         with IndexedWriter(prefix, vocab_size=100) as writer:  # and the next run just works
             writer.add_document([5])
         assert IndexedReader(prefix).tokens(0).tolist() == [5]
         if not killed:
             break
-    assert not killed and step > 5 and outcomes[-1] == [7, 8, 9]
-    assert outcomes[0] == ([1, 2] if old else None)
+    assert not killed and step > 5 and outcomes[-1] == [[7, 8, 9]]
+    assert outcomes[0] == (older if old else None)
+
+
+def test_a_partial_file_renamed_while_we_waited_is_not_emptied(tmp_path, monkeypatch):
+    """Another run finishes between our opening of its partial file and our lock on it."""
+    with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
+        writer.add_document([1, 2])
+    os.rename(tmp_path / "out.bin", tmp_path / "out.bin.partial")
+    real = fcntl.flock
+
+    def late_lock(stream, operation):
+        os.rename(tmp_path / "out.bin.partial", tmp_path / "out.bin")
+        real(stream, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late_lock)
+    with pytest.raises(CorpusError, match="another run is writing"):
+        IndexedWriter(tmp_path / "out", vocab_size=100)
+    assert IndexedReader(tmp_path / "out").tokens(0).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -143,6 +143,12 @@ def test_blend_properties(corpora, data, seed):
         assert abs(tokens - weights[i] * epoch) <= part.max() / 2 + 1e-6, "as near as whole documents allow"
 
 
+def test_the_corpus_that_appears_once_survives_rounding():
+    """0.7 * (3 / 0.7) / 3 is 0.999...: its empty documents must not be lost with it."""
+    which, documents = blended_order([np.array([0, 3, 0, 0, 0]), np.array([1])], [0.7, 0.3], 0)
+    assert sorted(documents[which == 0]) == [0, 1, 2, 3, 4]
+
+
 def test_an_unshuffled_blend_is_interleaved(two):
     train = open_corpus(["0.5", two[0], "0.5", two[1]], split="1").train
     half = np.searchsorted(np.cumsum(train.lengths), train.num_tokens // 2)

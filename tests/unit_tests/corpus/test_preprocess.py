@@ -183,6 +183,17 @@ def test_worker_errors_and_order():
         WorkerPool(lambda: slow_double, 0)
 
 
+def test_the_death_of_an_idle_worker_is_seen_while_another_works():
+    with WorkerPool(lambda: time.sleep, 2) as pool:
+        results = pool.map([0, 20])  # worker 1 takes the first, is done, and then is killed
+        assert next(results) is None
+        os.kill(pool._processes[1].pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(CorpusError, match=r"worker 1 \(process \d+\) was killed by SIGKILL"):
+            next(results)
+        assert time.monotonic() - start < 10
+
+
 def test_tasks_are_drawn_only_as_needed():
     """Memory is bounded: one slow task does not let the others run ahead for ever."""
     drawn = 0
@@ -225,7 +236,7 @@ def long_job(tmp_path, tokenizer_model):
     yield process, folder
     if process.poll() is None:
         process.kill()
-    process.communicate()
+    process.communicate(timeout=30)
 
 
 def children(pid: int) -> list[int]:
