@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a GPT, and whether it can be divided over the ranks: pure functions of settings, checked before any rank starts."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -86,7 +87,7 @@ class ModelConfig:
     """Layers in a group (uniform), or layers recomputed on each pipeline stage (block)."""
 
     recompute_modules: list[str] | None = None
-    """What selective recomputation takes, of core_attn, layernorm and mlp (none: core_attn)."""
+    """What selective recomputation takes, of core_attn, mlp and (with Transformer Engine) layernorm (none: core_attn)."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by"):
@@ -141,6 +142,11 @@ class ModelConfig:
         require(self.recompute_modules is None or selective, "--recompute-modules belongs to --recompute-granularity selective")
         for name in self.recompute_modules or ():
             one_of("recompute_modules", name, _RECOMPUTE_MODULES)
+        require(
+            "layernorm" not in (self.recompute_modules or ()) or importlib.util.find_spec("transformer_engine") is not None,
+            "--recompute-modules layernorm: Megatron-Core 0.16 recomputes norms with a function of Transformer Engine, which is not "
+            "installed; leave it out",
+        )
 
     def cost_model(self, vocab_size: int = 0) -> CostModel:
         """Operations of this model per document, for the planner's balance.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModelConfig and transformer_config: defaults, refusals, and the settings that a varying T needs."""
 
+import importlib.machinery
+import importlib.util
 from dataclasses import dataclass
 
 import pytest
@@ -62,6 +64,17 @@ def test_defaults_follow_from_the_shape():
 def test_impossible_models_are_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         model(**changes)
+
+
+def test_recomputing_norms_needs_transformer_engine(monkeypatch):
+    wanted = dict(recompute_granularity="selective", recompute_modules=["layernorm"])
+    find = importlib.util.find_spec
+    te = {"installed": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: te["installed"] if name == "transformer_engine" else find(name))
+    with pytest.raises(ValueError, match="which is not installed"):
+        model(**wanted)
+    te["installed"] = importlib.machinery.ModuleSpec("transformer_engine", None)
+    assert model(**wanted).recompute_modules == ["layernorm"]
 
 
 def test_positions_without_rope_do_not_need_even_channels():
