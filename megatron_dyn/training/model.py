@@ -85,9 +85,11 @@ def transformer_config(
         # Kernels that exist on CUDA only. The fused accumulation is an NVIDIA Apex extension, used where it is installed.
         use_cpu_initialization=not cuda,
         bias_activation_fusion=cuda and (model.swiglu or model.add_bias_linear),
-        bias_dropout_fusion=cuda,
         apply_rope_fusion=cuda and importlib.util.find_spec("transformer_engine") is not None,
         gradient_accumulation_fusion=cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        # Compiled for the strides of [T, 1, hidden], so each few values of T compile anew until torch.compile gives up and runs it
+        # uncompiled; that draws other random numbers, and recomputation would no longer repeat the forward's dropout.
+        bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
     )

@@ -61,7 +61,7 @@ def microbatch(lengths: tuple[int, ...], padding: int) -> tuple[dict, torch.Tens
     positions = torch.cat([torch.arange(n) for n in (*lengths, padding)])[None]
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     cu_padded = torch.cat([cu[:-1], torch.tensor([T], dtype=torch.int32)])
-    longest = max(*lengths[:-1], lengths[-1] + padding)
+    longest = max([*lengths[:-1], lengths[-1] + padding])
     packing = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu,

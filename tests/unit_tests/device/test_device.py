@@ -32,7 +32,9 @@ def now() -> list[object]:
 
 
 @pytest.fixture
-def original():
+def original(monkeypatch):
+    """A machine without CUDA, nothing replaced."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     device.uninstall_cpu_replacements()
     yield now()
     device.uninstall_cpu_replacements()

@@ -89,6 +89,7 @@ def test_apex_is_used_where_it_is_and_said_so(monkeypatch, caplog):
     find = importlib.util.find_spec
     apex = importlib.machinery.ModuleSpec("apex", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: apex if name == "apex" else find(name))
+    monkeypatch.setattr(device, "compute_device", lambda: torch.device("cpu"))
     assert norm_class(config(normalization="LayerNorm")) is SequenceParallelLayerNorm  # not without a GPU
     monkeypatch.setattr(device, "compute_device", lambda: torch.device("cuda", 0))
     with caplog.at_level(logging.INFO, logger="megatron_dyn"):

@@ -28,8 +28,9 @@ from megatron_dyn.layers import ThdAttention, attention, layout
 
 
 @pytest.fixture
-def seeded():
-    """Seeds Megatron's tracker as the given tensor-parallel rank would."""
+def seeded(monkeypatch):
+    """Seeds Megatron's tracker as the given tensor-parallel rank would, on a machine without CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     device.install_cpu_replacements()
     generator = torch.get_rng_state()
 

@@ -22,6 +22,11 @@ class Parallel:
     virtual_pipeline_model_parallel_size: int | None = None
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(device, "compute_device", lambda: torch.device("cpu"))
+
+
 def model(**changes) -> ModelConfig:
     return ModelConfig(**(dict(num_layers=4, hidden_size=64, num_attention_heads=4) | changes))
 
@@ -129,7 +134,8 @@ def test_settings_that_a_varying_T_needs():
 def test_fused_kernels_on_a_gpu_only(monkeypatch):
     monkeypatch.setattr(device, "compute_device", lambda: torch.device("cuda", 0))
     config = transformer_config(model(), Parallel(), precision="bf16")
-    assert config.bias_activation_fusion and config.bias_dropout_fusion and not config.use_cpu_initialization
+    assert config.bias_activation_fusion and not config.use_cpu_initialization
+    assert not config.bias_dropout_fusion  # its compiled dropout depends on how many values of T came before
     # Megatron has no fused GELU without a bias and refuses to be asked for one.
     assert not transformer_config(model(swiglu=False), Parallel(), precision="bf16").bias_activation_fusion
 
