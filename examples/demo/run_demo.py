@@ -21,8 +21,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2
-# What is not the library's own source: installed packages, and test data that is broken on purpose.
-EXCLUDED = ("site-packages/*", "dist-packages/*", "**/site-packages/*", "**/lib2to3/tests/data/*", "test/*", "**/test/*", "**/tests/*")
+# What is not source: installed packages, test data that is broken on purpose, and a generated file of help texts.
+EXCLUDED = ("pydoc_data/*", "site-packages/*", "dist-packages/*", "**/site-packages/*", "**/lib2to3/tests/data/*", "test/*", "**/test/*", "**/tests/*")
 
 
 def run(title: str, command: list[str]) -> None:
