@@ -12,11 +12,13 @@ import importlib
 import logging
 import os
 import platform
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 BACKEND_VARIABLE = "MEGATRON_DYN_DISTRIBUTED_BACKEND"
@@ -125,12 +127,14 @@ def memory_stats(*, reset_peak: bool = False) -> dict[str, int] | None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the CPU generator and Megatron's tracker (which seeds the device's generator); needs Megatron's parallel state.
+    """Seed Python, numpy, torch's CPU generator and Megatron's tracker (which seeds the device's); needs Megatron's parallel state.
 
-    All ranks of a tensor-parallel group get the same default generator and their own model-parallel generator.
+    All ranks of a tensor-parallel group get the same default generators and their own model-parallel generator.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

@@ -71,6 +71,4 @@ def seed_anew(iteration: int) -> None:
     """Seeds from this run's seed and the iteration, so that the draws of the run's beginning do not come again."""
     text = f"{torch.initial_seed()}:{iteration}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") >> 1
-    random.seed(seed)
-    np.random.seed(seed)
     device.seed_everything(seed)

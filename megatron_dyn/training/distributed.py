@@ -2,15 +2,11 @@
 """Process groups, seeds and the request to stop: what a run sets up once."""
 
 import os
-import random
 import signal
 from datetime import timedelta
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_dyn import device
 from megatron_dyn.training.config import ParallelConfig
@@ -43,20 +39,9 @@ def initialize(parallel: ParallelConfig, *, seed: int) -> dist.ProcessGroup | No
         parallel.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
     )
-    seed_everything(seed)
+    # Pipeline stages part by 100 (as in Megatron-LM) so that their dropout differs; data-parallel ranks share seeds.
+    device.seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     return None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch alike on all ranks, and Megatron's tracker by tensor- and pipeline-parallel rank.
-
-    Pipeline stages part by 100 (as in Megatron-LM) so that their dropout differs; data-parallel ranks share seeds.
-    """
-    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
 
 
 class StopRequest:

@@ -4,9 +4,11 @@
 Everything that can be refused without other ranks is refused before a process group exists, by the same text on every rank.
 """
 
+import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -78,6 +80,8 @@ class Inputs:
     """
 
     def __init__(self, run: RunConfig):
+        for flag, folder in (("--run-dir", run.logging.run_dir), ("--save", run.checkpoint.save)):
+            _require_writable(flag, folder)
         data = run.data
         tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
         if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
@@ -181,6 +185,15 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         log.finish({"parallel": _sizes(run, inputs), "parameters": parameters, "device": device.device_name()})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _require_writable(flag: str, folder: str | None) -> None:
+    """Refuse a folder that rank 0 would fail to write into after the others had begun to wait for it."""
+    if folder is None:
+        return
+    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'not a folder'}; name another")
 
 
 def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:

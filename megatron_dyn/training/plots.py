@@ -213,7 +213,7 @@ def plot_packing(packing: Mapping[str, Any], path: Path) -> None:
     shown = "" if len(bars) == packing["microbatches"] else f" ({len(bars)} are shown)"
     figure.suptitle(f"How step {packing['iteration']} was packed", fontsize=13, fontweight="bold")
     axes.set_title(
-        f"{packing['documents']:,} documents in {packing['microbatches']:,} microbatches{shown}   |   "
+        f"documents: {packing['documents']:,}   |   microbatches: {packing['microbatches']:,}{shown}   |   "
         f"fill {packing['fill']:.1%}   |   slot fill {packing['slot_fill']:.1%}",
         fontsize=10,
         color="#40454d",
@@ -227,6 +227,8 @@ def plot_packing(packing: Mapping[str, Any], path: Path) -> None:
     figure.legend(handles=legend, frameon=False, fontsize=9, ncols=4, loc="outside lower center")
     colour_bar = figure.colorbar(ScalarMappable(norm=norm, cmap=LENGTH_COLOURS), ax=axes, pad=0.02, fraction=0.03, aspect=30)
     colour_bar.set_label("length of a piece (tokens)", fontsize=9)
+    colour_bar.set_ticks(sorted({round(length) for length in np.geomspace(norm.vmin, norm.vmax, 5)}))
+    colour_bar.minorticks_off()
     colour_bar.ax.yaxis.set_major_formatter(FuncFormatter(_thousands))
     colour_bar.ax.tick_params(labelsize=9)
     colour_bar.outline.set_visible(False)

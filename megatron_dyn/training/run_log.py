@@ -5,7 +5,7 @@
 |--------------------------|-------------------------------------------------|
 | `metrics.jsonl`          | a line a step and an evaluation, as they happen |
 | `tensorboard/`           | the same numbers, under Megatron-LM's tags      |
-| `packing.json`           | the division of one step, when it happens       |
+| `packing.json`           | the division of the step with most documents    |
 | `summary.json`, `plot.png`, `packing.png` | at the end, or by `python -m megatron_dyn report` |
 """
 
@@ -137,7 +137,7 @@ class RunLog:
         self._tensorboard_wanted = tensorboard
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoardSink | None = None
-        self._packing_drawn = False
+        self._packed_documents: float = 0  # documents of the step whose packing is kept
 
     def start(self) -> "RunLog":
         """Opens the files and prints the header.
@@ -151,7 +151,8 @@ class RunLog:
         if self.run_dir is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._file = MetricsFile(self.run_dir / METRICS_FILE, start_iteration=self.start_iteration)
-            self._packing_drawn = self.start_iteration > 0 and (self.run_dir / PACKING_FILE).exists()
+            if self.start_iteration > 0 and (self.run_dir / PACKING_FILE).exists():
+                self._packed_documents = json.loads((self.run_dir / PACKING_FILE).read_text(encoding="utf-8"))["documents"]
             if self._tensorboard_wanted:
                 self._guarded("TensorBoard events", self._open_tensorboard)
         self.console.start(self.header)
@@ -183,13 +184,13 @@ class RunLog:
         self.close()
 
     def step(self, record: StepRecord, plan: "StepPlan | None" = None) -> None:
-        """Takes one step in. The first plan given is the one whose packing is drawn at the end."""
+        """Takes one step in. Of the plans given, the one with most documents is drawn at the end: there is most to see in it."""
         if not self.enabled:
             return
         self._write(record)
-        if plan is not None and self.run_dir is not None and not self._packing_drawn:
-            self._packing_drawn = True
-            self._guarded(PACKING_FILE, self._save_packing, record, plan)
+        if plan is not None and self.run_dir is not None and record.documents > self._packed_documents:
+            written = self._guarded(PACKING_FILE, self._save_packing, record, plan)
+            self._packed_documents = record.documents if written else float("inf")
         self.console.step(record)
 
     def _save_packing(self, record: StepRecord, plan: "StepPlan") -> None:

@@ -30,7 +30,6 @@ from megatron_dyn.training.config import (
     RunConfig,
     TrainingConfig,
 )
-from megatron_dyn.training.distributed import seed_everything
 from megatron_dyn.training.model import ModelConfig, build_model, transformer_config
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
 from megatron_dyn.training.step import Stepper
@@ -175,7 +174,7 @@ class Run:
         parallel_state.initialize_model_parallel(
             scenario.tp, scenario.pp, self.run.parallel.virtual_pipeline_model_parallel_size
         )
-        seed_everything(1)
+        device.seed_everything(1)
         config = transformer_config(self.run.model, self.run.parallel, precision=self.run.precision)
         self.chunks = build_model(config, self.run.model, vocab_size=scenario.gpt.vocabulary, backend="local")
         set_weights(self.chunks)

@@ -12,6 +12,7 @@ import pytest
 from megatron_dyn.training import arguments
 from megatron_dyn.training.arguments import SECTIONS, build_parser, field_docs, parse_arguments
 from megatron_dyn.training.config import ConfigError
+from megatron_dyn.training.launch import main
 
 MINIMAL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --data-path corpus --vocab-size 100 "
@@ -150,3 +151,10 @@ def test_all_ranks_print_the_same_refusal_before_any_process_group():
         texts.append(ended.stderr)
     assert texts[0] == texts[1]
     assert "does/not/exist" in texts[0] and "Traceback" not in texts[0]
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path, flag, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert main([*MINIMAL, flag, str(tmp_path / "file" / "run")]) == 2
+    assert f"{flag} {tmp_path}/file/run cannot be written" in capsys.readouterr().err

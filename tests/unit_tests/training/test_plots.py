@@ -96,7 +96,7 @@ def test_packing_shows_every_piece_where_it_lies(tmp_path, figures, document_ali
     assert [(span.x0, span.x1) for span in spans] == expected
     assert [text.get_text().split(",")[0] for text in axes.texts] == [f"T {microbatch.T}" for microbatch in microbatches]
     assert sorted(patch.get_width() for patch in axes.patches) == sorted([104] * len(microbatches) + [microbatch.T for microbatch in microbatches])
-    assert f"{plan.num_documents} documents in {len(microbatches)} microbatches" in axes.get_title() and f"{record.fill:.1%}" in axes.get_title()
+    assert f"documents: {plan.num_documents}   |   microbatches: {len(microbatches)} " in axes.get_title() and f"{record.fill:.1%}" in axes.get_title()
     assert BUDGET == packing["max_tokens_per_microbatch"]
 
 
