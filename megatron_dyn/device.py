@@ -52,6 +52,11 @@ def initialize_device(local_rank: int | None = None, *, backend: str | None = No
     return compute_device()
 
 
+def has_gpu() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
 def compute_device() -> torch.device:
     """The device this process computes on: the current CUDA device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
@@ -121,6 +126,28 @@ def memory_stats(*, reset_peak: bool = False) -> dict[str, int] | None:
     if reset_peak:
         torch.cuda.reset_peak_memory_stats()
     return stats
+
+
+class _OneByOne:
+    """Stands in for torch's coalescing manager: the operations inside run as they are called, one by one."""
+
+    def __init__(self, group: Any = None, device: Any = None, async_ops: bool = False) -> None:
+        if async_ops:
+            raise ValueError("gloo cannot overlap communication with the computation of a GPU")
+
+    def __enter__(self) -> "_OneByOne":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is outstanding."""
+
+
+def share_a_card_over_gloo() -> None:
+    """Let Megatron's gradient buffers work over gloo on a GPU, which coalesces no collectives of CUDA tensors.
+
+    For several ranks on one card, as functional tests have them; without overlap, and slow.
+    """
+    importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._coalescing_manager = _OneByOne
 
 
 # --- random number generators ---------------------------------------------------------------------------------------

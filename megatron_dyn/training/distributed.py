@@ -17,18 +17,18 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(parallel: ParallelConfig, *, seed: int) -> dist.ProcessGroup | None:
+def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.ProcessGroup | None:
     """Make the process groups and seed every generator.
 
     Args:
-        parallel: Sizes and backend.
+        parallel: Sizes and time-out.
+        backend: "nccl" or "gloo".
         seed: Seed of the run. Megatron-Core derives each tensor-parallel rank's dropout generator from it.
 
     Returns:
         A group of all ranks that moves CPU tensors (None: the default group does).
     """
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    backend = device.distributed_backend() if parallel.distributed_backend == "auto" else parallel.distributed_backend
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

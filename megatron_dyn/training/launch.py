@@ -4,6 +4,7 @@
 Everything that can be refused without other ranks is refused before a process group exists, by the same text on every rank.
 """
 
+import importlib.util
 import os
 import sys
 import traceback
@@ -82,6 +83,7 @@ class Inputs:
     def __init__(self, run: RunConfig):
         for flag, folder in (("--run-dir", run.logging.run_dir), ("--save", run.checkpoint.save)):
             _require_writable(flag, folder)
+        self.backend = _layers_for(run)
         data = run.data
         tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
         if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
@@ -117,17 +119,18 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         NonFiniteError: The loss or a gradient is NaN or infinite, and the policy is to stop.
         CheckpointError: A checkpoint cannot be read or written.
     """
-    where = device.initialize_device(backend=None if run.parallel.distributed_backend == "auto" else run.parallel.distributed_backend)
-    on_cpu = where.type == "cpu"
-    if on_cpu:
+    backend = _backend(run)
+    where = device.initialize_device(backend=backend)
+    if where.type == "cuda" and backend == "gloo":
+        device.share_a_card_over_gloo()
+    if where.type == "cpu":
         device.install_cpu_replacements()
-    agreement = Agreement(initialize(run.parallel, seed=run.training.seed))
+    agreement = Agreement(initialize(run.parallel, backend=backend, seed=run.training.seed))
     agreement.check("the settings and the documents", f"{run.as_dict()} {inputs.splits.train.fingerprint} {megatron_dyn.__version__}")
 
     rank = parallel_state.get_data_parallel_rank()
     config = transformer_config(run.model, run.parallel, precision=run.precision)
-    backend = "local" if on_cpu else "te"
-    chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=backend, seed=run.training.seed)
+    chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=inputs.backend, seed=run.training.seed)
     parameters = _parameters(chunks)
     models = wrap_models(chunks, config, run.parallel)
     optimizer, scheduler = build_optimizer(run, models)
@@ -185,6 +188,31 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         log.finish({"parallel": _sizes(run, inputs), "parameters": parameters, "device": device.device_name()})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _layers_for(run: RunConfig) -> str:
+    """Layers of this machine: Megatron-Core's own with our attention on a CPU, Transformer Engine's on GPUs."""
+    if not device.has_gpu():
+        return "local"
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "the layers for GPUs are Transformer Engine's, which is not installed: pip install 'megatron-dyn[te]' "
+            "(or hide the GPUs with CUDA_VISIBLE_DEVICES='' to train on the CPU)"
+        )
+    if run.precision == "fp32":
+        raise ConfigError("Transformer Engine has no attention for packed sequences in fp32: give --bf16")
+    parallel = run.parallel
+    if _backend(run) == "gloo" and (parallel.pipeline_model_parallel_size > 1 or parallel.overlap_grad_reduce):
+        raise ConfigError(
+            "gloo on GPUs (several ranks sharing a card) has no point-to-point and no overlapped communication of GPU tensors: "
+            "leave out --pipeline-model-parallel-size and the overlaps, or use nccl with a card for each rank"
+        )
+    return "te"
+
+
+def _backend(run: RunConfig) -> str:
+    wanted = run.parallel.distributed_backend
+    return device.distributed_backend(None if wanted == "auto" else wanted)
 
 
 def _require_writable(flag: str, folder: str | None) -> None:

@@ -3,13 +3,14 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_dyn.training import arguments
+from megatron_dyn.training import arguments, launch
 from megatron_dyn.training.arguments import SECTIONS, build_parser, field_docs, parse_arguments
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.launch import main
@@ -158,3 +159,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
     (tmp_path / "file").write_text("in the way")
     assert main([*MINIMAL, flag, str(tmp_path / "file" / "run")]) == 2
     assert f"{flag} {tmp_path}/file/run cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("engine, complaint", [(None, r"megatron-dyn\[te\]"), (object(), "give --bf16")], ids=["no engine", "fp32"])
+def test_what_a_gpu_cannot_run_is_refused_before_anything_starts(monkeypatch, capsys, engine, complaint):
+    monkeypatch.setattr(launch.device, "has_gpu", lambda: True)
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: engine)
+    assert main(MINIMAL) == 2
+    assert re.search(complaint, capsys.readouterr().err)
