@@ -254,3 +254,25 @@ def _checked(path: str, name: str, value: object, hint: object) -> object:
         return value
     expected = f"one of {', '.join(map(str, choices))}" if choices else base.__name__
     raise ConfigError(f"--config {path}: {name} is {value!r}; expected {expected}")
+
+
+def flags_page() -> str:
+    """The settings as a Markdown page: a table for each section. `docs/flags.md` is this text."""
+    lines = [
+        "# Flags of `pretrain_gpt_thd.py`",
+        "",
+        "Each is also a key of the YAML file given with `--config` (dashes or underscores, at the top level or below its section's name);",
+        "flags win. Booleans have a `--no-` form. This page is written by `python -m megatron_dyn flags`.",
+    ]
+    for section, (title, cls) in SECTIONS.items():
+        lines += ["", f"## {title} (`{section}:`)", "", "| flag | default | meaning |", "|---|---|---|"]
+        docs, hints = field_docs(cls), typing.get_type_hints(cls)
+        for item in dataclasses.fields(cls):
+            base, choices = _base_type(hints[item.name])
+            kind = "" if base is bool else f" {' or '.join(map(str, choices))}" if choices else f" {'X ...' if base is list else base.__name__}"
+            needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+            default = "needed" if needed else "" if item.default in (None, dataclasses.MISSING) else f"`{item.default}`"
+            lines.append(f"| `{_flag(item.name)}`{kind} | {default} | {docs[item.name]} |")
+    lines += ["", "## Refused, with the way out", "", "| flag of Megatron-LM | instead |", "|---|---|"]
+    lines += [f"| `{_flag(name)}` | {way_out} |" for name, way_out in REFUSED.items()]
+    return "\n".join(lines) + "\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_dyn report RUN_DIR`: the summary and the pictures of a run, from the records it left."""
+"""`python -m megatron_dyn report RUN_DIR` (summary and pictures of a run, from the records it left) and `flags`."""
 
 import argparse
 from collections.abc import Sequence
@@ -32,4 +32,17 @@ def report(argv: Sequence[str] | None = None) -> int:
         console.table(summary_rows(load_summary(run_dir)), title=f"Summary of {run_dir}")
         for path in written:
             console.notice(f"wrote {path}")
+    return 0
+
+
+def flags(argv: Sequence[str] | None = None) -> int:
+    """Prints the page of flags (`docs/flags.md`).
+
+    Returns:
+        0.
+    """
+    argparse.ArgumentParser(prog="megatron-dyn flags", description="Print the flags of pretrain_gpt_thd.py as a Markdown page.").parse_args(argv)
+    from megatron_dyn.training.arguments import flags_page  # takes Megatron-Core's import time, which report need not pay
+
+    print(flags_page(), end="")
     return 0

@@ -103,7 +103,7 @@ class DataConfig:
     """Which documents are read, and how a step is made of them."""
 
     data_path: list[str] = field(default_factory=list)
-    """Prefix of a .bin/.idx pair, or several with weights: `0.7 A 0.3 B` (weights are shares of the tokens)."""
+    """Needed. Prefix of a .bin/.idx pair, or several with weights: `0.7 A 0.3 B` (weights are shares of the tokens)."""
 
     split: str = "98,2"
     """Shares of the documents for training and validation, by document index (`98,2`; a third part is left unused)."""
@@ -115,7 +115,7 @@ class DataConfig:
     """Vocabulary size when no --tokenizer-model is given (before padding for tensor parallelism)."""
 
     max_tokens_per_microbatch: int | None = None
-    """Token budget B: no packed microbatch holds more tokens."""
+    """Needed. Token budget B: no packed microbatch holds more tokens."""
 
     global_batch_size: int | None = None
     """Documents in one optimizer step. Give this or --global-batch-tokens."""
@@ -165,7 +165,7 @@ class OptimizerSettings:
     """Update rule (adam is AdamW)."""
 
     lr: float | None = None
-    """Highest learning rate."""
+    """Needed. Highest learning rate."""
 
     min_lr: float = 0.0
     """Learning rate that the decay ends in."""
@@ -230,7 +230,7 @@ class TrainingConfig:
     """How long the run goes on, and what it does on the way."""
 
     train_iters: int | None = None
-    """Optimizer steps of the whole run (a resumed run goes on up to this number)."""
+    """Needed. Optimizer steps of the whole run (a resumed run goes on up to this number)."""
 
     seed: int = 1234
     """Seed of the initial weights, of dropout and of the order of the documents."""

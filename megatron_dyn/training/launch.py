@@ -225,12 +225,15 @@ def _require_writable(flag: str, folder: str | None) -> None:
 
 
 def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:
-    plan = inputs.plan_config
+    plan, shape = inputs.plan_config, run.model
     batch = f"{plan.global_batch_size} documents" if plan.global_batch_size else f"{plan.global_batch_tokens} tokens"
     return {
         "megatron_dyn": f"{megatron_dyn.__version__} on {device.device_name()}, {run.precision}",
         "parallel": ", ".join(f"{name} {size}" for name, size in _sizes(run, inputs).items()),
         "model": f"{parameters:,} parameters, {run.model.num_layers} layers, hidden {run.model.hidden_size}, vocabulary {inputs.vocab_size}",
+        "": f"{shape.normalization}, {'SwiGLU' if shape.swiglu else 'GELU'}, positions {shape.position_embedding_type}, "
+        f"{shape.num_attention_heads} heads in {shape.num_query_groups} groups, {'' if shape.add_bias_linear else 'no '}biases, "
+        f"{'untied' if shape.untie_embeddings_and_output_weights else 'tied'} embeddings, dropout {shape.hidden_dropout}/{shape.attention_dropout}",
         "step": f"{batch} in microbatches of at most {plan.max_tokens_per_microbatch} tokens",
         "capacity": f"{plan.capacity} tokens ({plan.max_tokens_per_microbatch} rounded up to a multiple of {plan.alignment})",
         "corpus": list(inputs.splits.report),

@@ -167,3 +167,8 @@ def test_what_a_gpu_cannot_run_is_refused_before_anything_starts(monkeypatch, ca
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: engine)
     assert main(MINIMAL) == 2
     assert re.search(complaint, capsys.readouterr().err)
+
+
+def test_the_page_of_flags_is_up_to_date():
+    page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
+    assert page == arguments.flags_page(), "write it again: python -m megatron_dyn flags > docs/flags.md"
