@@ -152,7 +152,8 @@ class RunConsole:
         width = len(str(self.total_iterations))
         skipped = [old.iteration for old in self._interval.records if old.skipped]
         line = Text.assemble((f"iteration {record.iteration:>{width}}/{self.total_iterations}", "bold"))
-        for label, value in [*self._interval.fields(), ("ETA", eta)]:
+        remaining = [] if self._progress is not None else [("ETA", eta)]  # the bar shows it
+        for label, value in [*self._interval.fields(), *remaining]:
             line.append(" | ", "dim").append(f"{label} ", "dim").append(value, "bold green" if label == "lm loss" else "")
         if skipped:
             line.append(" | ", "dim").append(f"SKIPPED, weights unchanged: {', '.join(map(str, skipped))}", "bold black on yellow")
