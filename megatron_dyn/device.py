@@ -43,9 +43,10 @@ def initialize_device(local_rank: int | None = None, *, backend: str | None = No
         return _CPU
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if local_rank is None else local_rank
     cards = torch.cuda.device_count()
-    if local_rank >= cards and distributed_backend(backend) == "nccl":
+    ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # the same on all ranks of a host, so all of them refuse
+    if ranks > cards and distributed_backend(backend) == "nccl":
         raise ValueError(
-            f"local rank {local_rank} has no card of its own ({cards} visible): NCCL refuses two ranks on one card. "
+            f"{ranks} processes on this host have {cards} visible cards: NCCL refuses two ranks on one card. "
             f"Start at most {cards} processes on this host, or let ranks share a card with {BACKEND_VARIABLE}=gloo."
         )
     torch.cuda.set_device(local_rank % cards)
@@ -101,11 +102,6 @@ def synchronize() -> None:
 def pin(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in page-locked host memory where CUDA can use it, else the tensor itself."""
     return tensor.pin_memory() if torch.cuda.is_available() and tensor.device.type == "cpu" else tensor
-
-
-def copy_to_device(tensor: torch.Tensor, device: torch.device | None = None, *, non_blocking: bool = True) -> torch.Tensor:
-    """Copy to ``device`` (None: `compute_device()`); asynchronous only from `pin`ned memory, as PyTorch defines it."""
-    return tensor.to(compute_device() if device is None else device, non_blocking=non_blocking)
 
 
 def memory_stats(*, reset_peak: bool = False) -> dict[str, int] | None:

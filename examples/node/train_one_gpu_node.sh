@@ -17,6 +17,8 @@ run_dir=${RUN_DIR:-runs/gpt}
 
 # Without this, kernels of the backward pass may be queued in an order in which communication and computation do not overlap.
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+# On SIGTERM torchrun gives its ranks this many seconds to save (30 unless said); the ranks leave with 0, torchrun itself with 1.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
 
 read -ra data_path <<< "$DATA_PATH"
 exec torchrun --standalone --nproc-per-node "${GPUS:-8}" "$repository/pretrain_gpt_thd.py" \

@@ -22,14 +22,16 @@ repository=$SLURM_SUBMIT_DIR
 run_dir=${RUN_DIR:-runs/gpt}
 gpus=${GPUS:-8}
 
-# Three minutes before the end of its time, Slurm sends SIGTERM to the job's steps; the run saves and leaves with 0. Submitted
+# Three minutes before the end of its time, Slurm sends SIGTERM to the job's steps; the run saves and leaves. Submitted
 # again (or requeued), it continues from there.
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+# On SIGTERM torchrun gives its ranks this many seconds to save (30 unless said); the ranks leave with 0, torchrun itself with 1.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
 
 read -ra data_path <<< "$DATA_PATH"
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=0 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$gpus" \
     --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:$port" \
     "$repository/pretrain_gpt_thd.py" \

@@ -144,6 +144,8 @@ def preprocess(config: PreprocessConfig, on_progress: Callable[[int, int], None]
     if config.append_eod and tokenizer.eod is None:
         raise CorpusError(f"{config.tokenizer_model}: --append-eod needs an end-of-document id, and this model has no </s>; leave --append-eod out")
     total_bytes = sum(file.size for file in files)
+    if config.output_prefix.endswith(("/", ".bin", ".idx")):
+        raise CorpusError(f"--output-prefix {config.output_prefix}: give the name without its ending, as in corpora/mine (two files are made of it)")
     try:
         Path(config.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

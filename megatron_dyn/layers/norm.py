@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_dyn import device
+
 
 class _SequenceParallelNorm(torch.nn.Module):
     """What both norms share: parameters, their attributes, and fp32 arithmetic.
@@ -45,7 +47,7 @@ class _SequenceParallelNorm(torch.nn.Module):
         self.normalized_shape = (hidden_size,)
         place = {"dtype": config.params_dtype}
         if not config.use_cpu_initialization:
-            place["device"] = torch.cuda.current_device()
+            place["device"] = device.compute_device()
         start = torch.zeros if self.zero_centered_gamma else torch.ones
         self.weight = torch.nn.Parameter(start(hidden_size, **place))
         self.register_parameter("bias", torch.nn.Parameter(torch.zeros(hidden_size, **place)) if self.has_bias else None)

@@ -3,19 +3,15 @@
 
 import dataclasses
 import importlib.util
-import logging
 from typing import Literal
 
-from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dyn import device
 from megatron_dyn.layers.attention import ThdAttention
 from megatron_dyn.layers.norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
 
-logger = logging.getLogger(__name__)
 Backend = Literal["local", "te"]
 
 
@@ -63,7 +59,7 @@ def gpt_block_spec(
 
 
 def norm_class(config: TransformerConfig) -> type:
-    """The norm of the local layers: ours, or NVIDIA Apex's fused LayerNorm where it is installed and computes on a GPU.
+    """The norm of the local layers.
 
     Raises:
         ValueError: ``config.normalization`` is neither "RMSNorm" nor "LayerNorm".
@@ -71,8 +67,4 @@ def norm_class(config: TransformerConfig) -> type:
     classes = {"RMSNorm": SequenceParallelRMSNorm, "LayerNorm": SequenceParallelLayerNorm}
     if config.normalization not in classes:
         raise ValueError(f"normalization {config.normalization!r} has no local norm: use one of {', '.join(classes)}.")
-    on_gpu = device.compute_device().type == "cuda"
-    if config.normalization == "LayerNorm" and on_gpu and importlib.util.find_spec("apex") is not None:
-        logger.info("layers: LayerNorm is NVIDIA Apex's fused kernel")
-        return FusedLayerNorm
     return classes[config.normalization]

@@ -6,7 +6,10 @@ corpus file, another version, a flag that differs), or that one could not make i
 waiting in a collective. One all-reduce of a few integers per step finds either, and every rank raises the same error.
 """
 
+import contextlib
 import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +43,8 @@ class Agreement:
 
         Args:
             what: What the value is, for the message ("the plan of step 12").
-            value: What this rank holds (for a plan: its digest). Ignored when `error` is given.
+            value: What this rank holds: for a plan its digest, for settings a JSON object (the message then names the entries that
+                differ). Ignored when `error` is given.
             error: Why this rank cannot go on, if it cannot.
             stop_requested: This rank was asked to stop.
 
@@ -74,15 +78,50 @@ class Agreement:
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everybody) if text is not None]
         if failures:
             raise AgreementError(f"{what} cannot start, because {'; '.join(failures)}. No rank has begun it") from error
-        holders: dict[str, list[int]] = {}
-        for rank, (held, _) in enumerate(everybody):
-            holders.setdefault(held, []).append(rank)
-        by_size = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-        described = "; ".join(f"{held[:16]} on ranks {_ranges(ranks)}" for held, ranks in by_size)
+        described = _describe_differences([held for held, _ in everybody])
         raise AgreementError(
             f"the ranks disagree on {what}: {described}. Going on would hang or mix different microbatches. "
             "Compare the corpus files, the flags and the versions on the ranks that differ"
         )
+
+
+@contextlib.contextmanager
+def losing_a_rank_during(what: str) -> Iterator[None]:
+    """Say what it means when a collective inside fails because another rank is gone.
+
+    Raises:
+        AgreementError: In place of the backend's RuntimeError about a connection or a time-out.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        signs = ("connection closed", "connection reset", "timed out", "nccl", "broken pipe", "socket")
+        if not any(sign in str(error).lower() for sign in signs):
+            raise
+        first_line = str(error).splitlines()[0]
+        raise AgreementError(
+            f"a rank was lost during {what}: {first_line}. Look for the first rank that failed; its update was not made, and the last "
+            "checkpoint is intact"
+        ) from error
+
+
+def _describe_differences(held: list[str]) -> str:
+    """'a on ranks 0-2; b on ranks 3'; of JSON objects, that for each entry that differs."""
+    try:
+        objects = [json.loads(value) for value in held]
+        names = sorted({name for entries in objects for name in entries})
+        shown = [(f"{name}: ", [json.dumps(entries.get(name)) for entries in objects]) for name in names]
+    except (ValueError, TypeError):
+        shown = [("", [value[:16] for value in held])]
+    described = []
+    for label, values in shown:
+        holders: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            holders.setdefault(value, []).append(rank)
+        if len(holders) > 1:
+            by_size = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+            described.append(label + "; ".join(f"{value} on ranks {_ranges(ranks)}" for value, ranks in by_size))
+    return " | ".join(described)
 
 
 def _ranges(ranks: list[int]) -> str:

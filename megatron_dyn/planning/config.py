@@ -120,4 +120,6 @@ class PlanConfig:
     def data_order(self) -> dict:
         """The fields that decide which tokens a step trains on; resuming refuses a change of any of them."""
         names = ("seed", "global_batch_size", "global_batch_tokens", "document_order", "oversize", "drop_last")
-        return {name: getattr(self, name) for name in names}
+        # The budget decides what these policies leave out.
+        budget = self.max_tokens_per_microbatch if self.oversize in ("truncate", "drop") else None
+        return {**{name: getattr(self, name) for name in names}, "max_tokens_per_microbatch": budget}

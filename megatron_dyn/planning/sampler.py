@@ -95,11 +95,12 @@ class TokenBudgetBatchSampler:
                 f"not a state of this sampler: it needs {', '.join([*own, *POSITION, 'totals'])} and, in totals, "
                 f"{', '.join(TOTALS)}, nothing else; got {state}; load the checkpoint with the version that wrote it"
             )
-        different = [f"{name} (saved {state[name]!r}, now {value!r})" for name, value in own.items() if state[name] != value]
+        told = {"fingerprint": "the documents, by their fingerprint"}
+        different = [f"{told.get(name, name)} (saved {state[name]!r}, now {value!r})" for name, value in own.items() if state[name] != value]
         if different:
             raise PlanError(
                 f"the saved state belongs to another data order: {'; '.join(different)}. Going on would repeat some documents "
-                "and skip others; restore the setting, or start the data anew without this state"
+                "and skip others: restore the setting (of the documents: data path and split)"
             )
         step, epoch, first_step = (state[name] for name in POSITION)
         integers = all(type(number) is int and number >= 0 for number in (step, epoch, first_step, *state["totals"].values()))

@@ -34,7 +34,6 @@ SECTIONS: dict[str, tuple[str, type]] = {
 # Megatron-LM's own spellings of what is a field under another name here: flag -> (field, value it sets or None to take one).
 MEGATRON_SPELLINGS: dict[str, tuple[str, object]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
-    "--norm-epsilon": ("norm_epsilon", None),
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
 }
 

@@ -74,6 +74,11 @@ class ParallelConfig:
             raise ConfigError(str(error)) from error
 
     @property
+    def data_timeout_secs(self) -> float:
+        """Longest wait for a step's data: shorter than a collective's, so that its reason is told before the peers give up."""
+        return 48.0 * self.distributed_timeout_minutes
+
+    @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
         """Chunks per pipeline rank under Megatron-Core's name; None without interleaving."""
         return self.num_virtual_stages_per_pipeline_rank
@@ -91,9 +96,9 @@ class ParallelConfig:
         """
         _require(
             world_size % self.model_parallel_size == 0,
-            f"{world_size} ranks cannot hold whole copies of a model that takes TP {self.tensor_model_parallel_size} x PP "
+            f"a world of {world_size} cannot hold whole copies of a model that takes TP {self.tensor_model_parallel_size} x PP "
             f"{self.pipeline_model_parallel_size} = {self.model_parallel_size} ranks: start a multiple of "
-            f"{self.model_parallel_size} (torchrun --nproc-per-node x --nnodes), or change the parallel sizes",
+            f"{self.model_parallel_size} processes (torchrun --nproc-per-node), or change the parallel sizes",
         )
         return world_size // self.model_parallel_size
 
@@ -211,6 +216,7 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         _require(self.lr is not None, "no --lr: the highest learning rate is needed")
+        _require(self.lr > 0.0, f"--lr is {self.lr}: it must be above 0")
         _require(0.0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
         _require(0.0 <= self.lr_warmup_init <= self.lr, f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}")
         _require(
@@ -221,6 +227,16 @@ class OptimizerSettings:
             (self.lr_decay_style == "WSD") == (self.lr_wsd_decay_iters is not None),
             "--lr-wsd-decay-iters belongs to --lr-decay-style WSD, and WSD needs it",
         )
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+            _require(0.0 <= getattr(self, name) < 1.0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 0 and below 1")
+        _require(self.adam_eps > 0.0, f"--adam-eps is {self.adam_eps}: it must be above 0")
+        _require(
+            self.lr_warmup_fraction is None or 0.0 <= self.lr_warmup_fraction < 1.0,
+            f"--lr-warmup-fraction is {self.lr_warmup_fraction}: a share of the decay's steps, at least 0 and below 1",
+        )
+        for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: it must be at least 1")
         for name in ("weight_decay", "clip_grad", "lr_warmup_iters"):
             _require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must not be negative")
 
@@ -311,12 +327,21 @@ class RunConfig:
     logging: LoggingConfig
 
     def __post_init__(self) -> None:
-        model, parallel, data, training = self.model, self.parallel, self.data, self.training
+        model, parallel, training = self.model, self.parallel, self.training
         decay = self.optimizer.lr_decay_iters or training.train_iters
         warmup = self.lr_warmup_iters
         _require(
             warmup < decay,
             f"a warmup of {warmup} steps leaves nothing of the {decay} steps of the learning rate's schedule: shorten it",
+        )
+        annealing = self.optimizer.lr_wsd_decay_iters
+        _require(
+            annealing is None or warmup + annealing <= decay,
+            f"warmup ({warmup}) and annealing (--lr-wsd-decay-iters {annealing}) do not fit into the {decay} steps of the schedule",
+        )
+        _require(
+            self.optimizer.optimizer == "adam" or not parallel.use_distributed_optimizer,
+            f"--optimizer {self.optimizer.optimizer} with --use-distributed-optimizer: Megatron-Core distributes Adam only; leave one out",
         )
         try:
             check_model_parallel(model, parallel)

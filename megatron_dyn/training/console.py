@@ -5,9 +5,10 @@ Where the output is no terminal (a log file, a pipe) there is no bar and no colo
 Only ASCII is printed, because batch systems still run with encodings that hold nothing else.
 """
 
+import functools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -73,6 +74,19 @@ class Interval:
         ]
 
 
+def _survives(method: Callable[..., None]) -> Callable[..., None]:
+    """A closed terminal, a broken pipe or a full disk behind standard output silences the console and never ends the run."""
+
+    @functools.wraps(method)
+    def guarded(self: "RunConsole", *arguments: Any, **named: Any) -> None:
+        try:
+            method(self, *arguments, **named)
+        except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
+            self.enabled, self._progress = False, None
+
+    return guarded
+
+
 class RunConsole:
     """Prints the progress of one run.
 
@@ -103,6 +117,7 @@ class RunConsole:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
+    @_survives
     def start(self, header: Mapping[str, str | Sequence[str]]) -> None:
         """Prints the header (a label and one or several lines each) and, on a terminal, opens the progress bar."""
         if not self.enabled:
@@ -126,6 +141,7 @@ class RunConsole:
             self._progress.start()
             self._progress.refresh()
 
+    @_survives
     def step(self, record: StepRecord) -> None:
         """Takes a step in; prints a line when one is due."""
         if not self.enabled:
@@ -159,6 +175,7 @@ class RunConsole:
             line.append(" | ", "dim").append(f"SKIPPED, weights unchanged: {', '.join(map(str, skipped))}", "bold black on yellow")
         return line
 
+    @_survives
     def validation(self, record: ValidationRecord) -> None:
         """Prints the result of an evaluation."""
         loss, perplexity = _number(record.loss, ".4f"), _number(record.perplexity, ".2f")
@@ -170,14 +187,17 @@ class RunConsole:
             )
         )
 
+    @_survives
     def notice(self, text: str) -> None:
         """Prints a line of information."""
         self._print(Text(text))
 
+    @_survives
     def warning(self, text: str) -> None:
         """Prints a line that stands out."""
         self._print(Text.assemble(("WARNING", "bold black on yellow"), (f" {text}", "yellow")))
 
+    @_survives
     def table(self, rows: Mapping[str, str], *, title: str) -> None:
         """Prints a short two-column table."""
         if not self.enabled:
@@ -189,6 +209,7 @@ class RunConsole:
             table.add_row(label, value)
         self.console.print(table)
 
+    @_survives
     def stop(self) -> None:
         """Takes the progress bar away, leaving its last state; a second call does nothing."""
         if self._progress is not None:

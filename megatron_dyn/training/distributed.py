@@ -9,11 +9,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_dyn import device
-from megatron_dyn.training.config import ParallelConfig
+from megatron_dyn.training.config import ConfigError, ParallelConfig
 
 
 def world_size_from_environment() -> int:
-    """Ranks of the job as the launcher (torchrun, srun) says; 1 without a launcher."""
+    """Ranks of the job as torchrun says; 1 without a launcher.
+
+    Raises:
+        ConfigError: Slurm started several tasks without torchrun: each would train alone, and all write into one folder.
+    """
+    if "WORLD_SIZE" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        raise ConfigError(
+            f"srun started {os.environ['SLURM_NTASKS']} tasks and no torchrun: each of them would be a run of its own. "
+            "Start one torchrun on each node (examples/slurm/train_slurm.sh)"
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -45,18 +54,22 @@ def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.Pro
 
 
 class StopRequest:
-    """Remembers that the process was asked to end (SIGTERM), so that the loop can save first.
+    """Remembers that the process was asked to end (SIGTERM, or Ctrl-C once), so that the loop can save first.
 
     A scheduler sends SIGTERM and kills some time later; the loop looks once a step, and all ranks stop after the same one.
+    A second Ctrl-C interrupts at once.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _handle(self, signum: int, frame: object) -> None:
+        if signum == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
         self.requested = True
 
     def close(self) -> None:
-        """Give the signal back."""
-        signal.signal(signal.SIGTERM, self._previous)
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -5,7 +5,6 @@ The validation documents go through the same planner and the same schedule as tr
 same number of microbatches (some may be fillers) and no rank waits for another that has run out.
 """
 
-import hashlib
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ import torch
 
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus
-from megatron_dyn.microbatch import StepStream
+from megatron_dyn.microbatch import PackedMicrobatch, StepStream
 from megatron_dyn.pipeline.agreement import Agreement
-from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
+from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
+from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.step import Stepper
 
 
@@ -24,8 +24,8 @@ from megatron_dyn.training.step import Stepper
 class Evaluation:
     """Result of one evaluation, the same on every rank."""
 
-    loss: float
-    """Sum of token losses / loss tokens (nats); NaN when no evaluated document has a loss token."""
+    loss: float | None
+    """Sum of token losses / loss tokens (nats); None when no evaluated document has a loss token."""
 
     tokens: int
     """Loss tokens."""
@@ -46,7 +46,8 @@ class Evaluator:
         steps: Steps of one evaluation; at most one pass over the documents.
         data_parallel_rank: This rank's part.
         pad_token_id: Token id of padding rows.
-        agreement: Compares the plans over the ranks before the first of them runs.
+        agreement: Compares each step's plan over the ranks before it runs, as in training.
+        timeout_secs: Longest wait for a step's data.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Evaluator:
         data_parallel_rank: int,
         pad_token_id: int,
         agreement: Agreement,
+        timeout_secs: float = 300.0,
     ):
         self._corpus = corpus
         self._planner = planner
@@ -65,43 +67,77 @@ class Evaluator:
         self._rank = data_parallel_rank
         self._pad = pad_token_id
         self._agreement = agreement
-        self._agreed = False
+        self._timeout_secs = timeout_secs
 
-    def evaluate(self, stepper: Stepper) -> Evaluation:
+    def evaluate(self, stepper: Stepper, stop: StopRequest | None = None) -> Evaluation | None:
         """Run the validation documents through the model; dropout is off and no random number is drawn.
 
         Args:
             stepper: Holds the model's chunks.
+            stop: Looked at before each step.
+
+        Returns:
+            The result, or None where a rank was asked to stop meanwhile.
+
+        Raises:
+            AgreementError: On every rank, if one of them cannot make a step or has another plan.
         """
         started = time.perf_counter()
         total, tokens, documents = 0.0, 0, 0
-        self._agree_once()
         sampler = TokenBudgetBatchSampler(self._planner, data_parallel_rank=self._rank, num_epochs=1)
         where = device.compute_device()
         with _evaluation_mode(stepper.models), torch.no_grad():
-            stream = StepStream(sampler, self._corpus, data_parallel_rank=self._rank, pad_token_id=self._pad, device=where)
+            stream = StepStream(
+                sampler,
+                self._corpus,
+                data_parallel_rank=self._rank,
+                pad_token_id=self._pad,
+                device=where,
+                timeout_secs=self._timeout_secs,
+            )
             with stream:
-                for _ in range(self.steps):
-                    plan, microbatches = stream.next()
+                for step in range(self.steps):
+                    agreed = agree_on_next(stream, self._agreement, f"step {step + 1} of the evaluation", stop)
+                    if agreed is None:
+                        return None
+                    plan, microbatches = agreed
                     loss, _ = stepper.forward_backward(microbatches, forward_only=True)
                     total += loss.total
                     tokens += loss.tokens
                     documents += plan.num_documents
         return Evaluation(
-            loss=total / tokens if tokens else float("nan"),
+            loss=total / tokens if tokens else None,
             tokens=tokens,
             documents=documents,
             seconds=time.perf_counter() - started,
         )
 
-    def _agree_once(self) -> None:
-        """Validation plans never change, so one comparison serves all evaluations."""
-        if not self._agreed:
-            digests = hashlib.sha256()
-            for step in range(self.steps):
-                digests.update(self._planner.plan(step).digest.encode())
-            self._agreement.check("the plan of the evaluation", digests.hexdigest())
-            self._agreed = True
+
+def agree_on_next(
+    stream: StepStream, agreement: Agreement, what: str, stop: StopRequest | None
+) -> tuple[StepPlan, list[PackedMicrobatch]] | None:
+    """Take the next step from the stream and meet all ranks before any of them computes.
+
+    Args:
+        stream: Where the step comes from.
+        agreement: Compares its plan; tells the others if this rank has none.
+        what: Names the step in messages.
+        stop: Whether this rank was asked to stop.
+
+    Returns:
+        The plan and this rank's microbatches; None where any rank was asked to stop (the step is given up).
+
+    Raises:
+        AgreementError: On every rank.
+    """
+    plan, microbatches, failure = None, [], None
+    try:
+        plan, microbatches = stream.next()
+    except Exception as error:  # whatever it is, the other ranks must hear of it before anybody raises
+        failure = error
+    requested = stop is not None and stop.requested
+    agreed = agreement.check(what, "" if plan is None else plan.digest, error=failure, stop_requested=requested)
+    return None if agreed.stop_requested else (plan, microbatches)
 
 
 @contextmanager

@@ -4,12 +4,12 @@
 Everything that can be refused without other ranks is refused before a process group exists, by the same text on every rank.
 """
 
+import contextlib
 import importlib.util
-import os
+import json
 import sys
 import traceback
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,11 @@ from megatron_dyn.planning import Planner, PlanError, TokenBudgetBatchSampler
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
 from megatron_dyn.training.config import ConfigError, RunConfig
-from megatron_dyn.training.distributed import initialize, world_size_from_environment
+from megatron_dyn.training.distributed import StopRequest, initialize, world_size_from_environment
 from megatron_dyn.training.evaluate import Evaluator
+from megatron_dyn.training.folders import FolderLocks, require_continuation, require_writable
 from megatron_dyn.training.loop import Trainer
+from megatron_dyn.training.metrics_file import MetricsError
 from megatron_dyn.training.model import build_model, transformer_config
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
@@ -71,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Inputs:
-    """What the run reads, opened and checked: documents, tokenizer, plans. Needs no process group and no device.
+    """What the run reads, opened and checked: documents, tokenizer, plans; and the device. Needs no process group.
 
     Args:
         run: Settings.
@@ -81,9 +83,16 @@ class Inputs:
     """
 
     def __init__(self, run: RunConfig):
-        for flag, folder in (("--run-dir", run.logging.run_dir), ("--save", run.checkpoint.save)):
-            _require_writable(flag, folder)
-        self.backend = _layers_for(run)
+        self.folders = {"--run-dir": run.logging.run_dir, "--save": run.checkpoint.save}
+        for flag, folder in self.folders.items():
+            require_writable(flag, folder)
+        require_continuation(run.checkpoint)
+        try:
+            self.process_group_backend = _backend(run)
+            self.device = device.initialize_device(backend=self.process_group_backend)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.layers = _layers_for(run)
         data = run.data
         tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
         if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
@@ -97,14 +106,16 @@ class Inputs:
         self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
         cost = run.model.cost_model(self.vocab_size)
         self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
+        if self.splits.train is None:
+            raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
         self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
         self.validation_planner = None
         if run.training.eval_iters and self.splits.valid is not None:
-            self.validation_planner = Planner(
-                self.splits.valid.lengths,
-                run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, document_order="sequential", drop_last=False),
-                fingerprint=self.splits.valid.fingerprint,
-            )
+            settings = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, document_order="sequential", drop_last=False)
+            try:
+                self.validation_planner = Planner(self.splits.valid.lengths, settings, fingerprint=self.splits.valid.fingerprint)
+            except PlanError as error:
+                raise PlanError(f"the validation documents (--split {data.split}) cannot be planned: {error}") from error
 
 
 def pretrain(run: RunConfig, inputs: Inputs) -> None:
@@ -119,18 +130,25 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         NonFiniteError: The loss or a gradient is NaN or infinite, and the policy is to stop.
         CheckpointError: A checkpoint cannot be read or written.
     """
-    backend = _backend(run)
-    where = device.initialize_device(backend=backend)
-    if where.type == "cuda" and backend == "gloo":
-        device.share_a_card_over_gloo()
-    if where.type == "cpu":
+    stop = StopRequest()  # from here on SIGTERM is a request that the loop looks at
+    if inputs.device.type == "cpu":
         device.install_cpu_replacements()
-    agreement = Agreement(initialize(run.parallel, backend=backend, seed=run.training.seed))
-    agreement.check("the settings and the documents", f"{run.as_dict()} {inputs.splits.train.fingerprint} {megatron_dyn.__version__}")
+    elif inputs.process_group_backend == "gloo":
+        device.share_a_card_over_gloo()
+    agreement = Agreement(initialize(run.parallel, backend=inputs.process_group_backend, seed=run.training.seed))
+    facts = {f"{section}.{name}": value for section, values in run.as_dict().items() for name, value in values.items()}
+    facts |= {"documents": inputs.splits.train.fingerprint, "megatron_dyn": megatron_dyn.__version__, "torch": torch.__version__}
+    locks, failure = None, None
+    try:
+        locks = FolderLocks(inputs.folders) if dist.get_rank() == 0 else None
+    except (ConfigError, OSError) as error:
+        failure = error
+    agreement.check("the run", "", error=failure)
+    agreement.check("the settings and the documents", json.dumps(facts, sort_keys=True, default=str))
 
     rank = parallel_state.get_data_parallel_rank()
     config = transformer_config(run.model, run.parallel, precision=run.precision)
-    chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=inputs.backend, seed=run.training.seed)
+    chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=inputs.layers, seed=run.training.seed)
     parameters = _parameters(chunks)
     models = wrap_models(chunks, config, run.parallel)
     optimizer, scheduler = build_optimizer(run, models)
@@ -147,6 +165,8 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         if state is not None:
             progress = {"iteration": state.iteration, **{name: state.extra[name] for name in ("consumed_tokens", "consumed_documents")}}
             resumed = f"continued from iteration {state.iteration} of {run.checkpoint.load}"
+        elif run.checkpoint.load:
+            resumed = f"no checkpoint in {run.checkpoint.load}: starting from iteration 0"
 
     evaluator = None
     if inputs.validation_planner is not None:
@@ -157,6 +177,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
             data_parallel_rank=rank,
             pad_token_id=inputs.pad_token_id,
             agreement=agreement,
+            timeout_secs=run.parallel.data_timeout_secs,
         )
     log = RunLog(
         run.logging.run_dir,
@@ -167,9 +188,17 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         header=_header(run, inputs, parameters),
         tensorboard=run.logging.tensorboard,
     )
-    with log:
+    failure = None
+    try:
+        log.start()
+    except (OSError, MetricsError) as error:
+        failure = error
+    agreement.check("the run's folder", "", error=failure)
+    with contextlib.closing(log):
         if resumed:
             log.notice(resumed)
+        if progress["iteration"] >= run.training.train_iters:
+            log.notice(f"iteration {progress['iteration']} is at or past --train-iters {run.training.train_iters}: nothing to train")
         trainer = Trainer(
             run,
             stepper=Stepper(models, optimizer, scheduler),
@@ -184,10 +213,17 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
             pad_token_id=inputs.pad_token_id,
             progress=progress,
         )
-        trainer.train()
-        log.finish({"parallel": _sizes(run, inputs), "parameters": parameters, "device": device.device_name()})
+        trainer.train(stop)
+        extra = {"parallel": _sizes(run, inputs), "parameters": parameters, "device": device.device_name()}
+        memory = device.memory_stats()
+        if memory is not None:
+            extra["peak_memory_gib"] = memory["peak_reserved"] / 2**30
+        log.finish(extra)
     dist.barrier()
     dist.destroy_process_group()
+    stop.close()
+    if locks is not None:
+        locks.release()
 
 
 def _layers_for(run: RunConfig) -> str:
@@ -215,20 +251,11 @@ def _backend(run: RunConfig) -> str:
     return device.distributed_backend(None if wanted == "auto" else wanted)
 
 
-def _require_writable(flag: str, folder: str | None) -> None:
-    """Refuse a folder that rank 0 would fail to write into after the others had begun to wait for it."""
-    if folder is None:
-        return
-    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {folder} cannot be written: {there} is {'not writable' if there.is_dir() else 'not a folder'}; name another")
-
-
 def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:
     plan, shape = inputs.plan_config, run.model
     batch = f"{plan.global_batch_size} documents" if plan.global_batch_size else f"{plan.global_batch_tokens} tokens"
     return {
-        "megatron_dyn": f"{megatron_dyn.__version__} on {device.device_name()}, {run.precision}",
+        "megatron_dyn": f"{megatron_dyn.__version__} on {device.device_name()}, {run.precision}, {_kernels(inputs.layers)}",
         "parallel": ", ".join(f"{name} {size}" for name, size in _sizes(run, inputs).items()),
         "model": f"{parameters:,} parameters, {run.model.num_layers} layers, hidden {run.model.hidden_size}, vocabulary {inputs.vocab_size}",
         "": f"{shape.normalization}, {'SwiGLU' if shape.swiglu else 'GELU'}, positions {shape.position_embedding_type}, "
@@ -238,6 +265,14 @@ def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:
         "capacity": f"{plan.capacity} tokens ({plan.max_tokens_per_microbatch} rounded up to a multiple of {plan.alignment})",
         "corpus": list(inputs.splits.report),
     }
+
+
+def _kernels(layers: str) -> str:
+    """Which kernels the layers are made of, for the log. Megatron-Core takes fused optimizers from either package by itself."""
+    if layers == "local":
+        return "PyTorch kernels"
+    found = {"Transformer Engine": "transformer_engine", "NVIDIA Apex": "apex"}
+    return ", ".join(f"{name} {'found' if importlib.util.find_spec(module) else 'absent'}" for name, module in found.items())
 
 
 def _sizes(run: RunConfig, inputs: Inputs) -> dict[str, int]:

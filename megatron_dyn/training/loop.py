@@ -16,14 +16,14 @@ import torch
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus
 from megatron_dyn.microbatch import StepStream
-from megatron_dyn.pipeline.agreement import Agreement
+from megatron_dyn.pipeline.agreement import Agreement, AgreementError, losing_a_rank_during
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
 from megatron_dyn.training.checkpoint import CheckpointManager
 from megatron_dyn.training.config import RunConfig
 from megatron_dyn.training.distributed import StopRequest
-from megatron_dyn.training.evaluate import Evaluator, parameters_gathered
+from megatron_dyn.training.evaluate import Evaluator, agree_on_next, parameters_gathered
 from megatron_dyn.training.metrics import StepRecord
-from megatron_dyn.training.nonfinite import explain_nonfinite
+from megatron_dyn.training.nonfinite import MOST_NONFINITE_IN_A_ROW, explain_nonfinite
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
 
@@ -75,6 +75,7 @@ class Trainer:
         self.consumed_documents = progress["consumed_documents"]
         self._saved_iteration = self.iteration
         self._evaluated_iteration = -1
+        self._nonfinite_in_a_row = 0
         self._stream = StepStream(
             sampler,
             corpus,
@@ -82,49 +83,48 @@ class Trainer:
             pad_token_id=pad_token_id,
             device=device.compute_device(),
             prefetch_steps=run.data.prefetch_steps,
+            timeout_secs=run.parallel.data_timeout_secs,
         )
         self._position = self._stream.state_dict()  # of the steps done: a step handed out may still be given up
 
-    def train(self) -> None:
-        """Go on to `--train-iters`, or until all ranks agree to stop. The state is saved at the end."""
+    def train(self, stop: StopRequest) -> None:
+        """Go on to `--train-iters`, or until all ranks agree to stop. The state is saved at the end.
+
+        Args:
+            stop: Whether this rank was asked to stop.
+
+        Raises:
+            AgreementError: On every rank: plans differ or a rank failed.
+            NonFiniteError: On every rank, see `--on-nan`.
+        """
         wanted = self.run.training
-        stop = StopRequest()
-        try:
-            with self._stream:
-                for model in self.stepper.models:
-                    model.train()
-                while self.iteration < wanted.train_iters:
-                    if self._iterate(stop):
-                        self.log.notice(f"asked to stop: leaving after iteration {self.iteration}")
-                        break
-                    if wanted.eval_interval and self.iteration % wanted.eval_interval == 0:
-                        self._evaluate()
-                    if self.run.checkpoint.save_interval and self.iteration % self.run.checkpoint.save_interval == 0:
-                        self._save()
-                    if wanted.exit_interval and self.iteration % wanted.exit_interval == 0:
-                        break
-                else:
-                    self._evaluate()
-                self._save()
-        finally:
-            stop.close()
+        with self._stream:
+            for model in self.stepper.models:
+                model.train()
+            while self.iteration < wanted.train_iters:
+                if self._iterate(stop):
+                    self.log.notice(f"asked to stop: leaving after iteration {self.iteration}")
+                    break
+                if wanted.eval_interval and self.iteration % wanted.eval_interval == 0:
+                    self._evaluate(stop)
+                if self.run.checkpoint.save_interval and self.iteration % self.run.checkpoint.save_interval == 0:
+                    self._save()
+                if wanted.exit_interval and self.iteration % wanted.exit_interval == 0 and self.iteration < wanted.train_iters:
+                    self.log.notice(f"leaving after iteration {self.iteration}, as --exit-interval {wanted.exit_interval} asks")
+                    break
+            else:
+                self._evaluate(stop)
+            self._save()
 
     def _iterate(self, stop: StopRequest) -> bool:
         """One iteration; True (and nothing done) when the ranks agreed to stop instead."""
         started = time.perf_counter()
         iteration = self.iteration + 1
-        plan, microbatches, failure = None, [], None
-        try:
-            plan, microbatches = self._stream.next()
-        except Exception as error:  # whatever it is, the other ranks must hear of it before anybody raises
-            failure = error
-        data_time = time.perf_counter() - started
-        agreed = self.agreement.check(
-            f"step {iteration}", "" if plan is None else plan.digest, error=failure, stop_requested=stop.requested
-        )
-        if agreed.stop_requested:
+        agreed = agree_on_next(self._stream, self.agreement, f"step {iteration}", stop)
+        if agreed is None:
             return True
-
+        plan, microbatches = agreed
+        data_time = self._stream.last_wait_secs
         loss_tokens = plan.num_loss_tokens
         learning_rate = self.stepper.learning_rate
         outcome = None
@@ -132,15 +132,13 @@ class Trainer:
             self.stepper.skip()
             self.log.warning(f"iteration {iteration} has no loss token ({plan.num_documents} documents): skipped, the weights are unchanged")
         else:
-            outcome = self.stepper.train(microbatches)
-            if outcome.loss.tokens != loss_tokens:
-                raise RuntimeError(
-                    f"iteration {iteration}: the ranks summed the losses of {outcome.loss.tokens} tokens, the plan has {loss_tokens}: "
-                    "loss and gradients of this step were divided by the wrong number. This is a defect; please report it"
-                )
+            with losing_a_rank_during(f"step {iteration}"):
+                outcome = self.stepper.train(microbatches, loss_tokens=loss_tokens)
+            self._nonfinite_in_a_row = 0 if outcome.updated else self._nonfinite_in_a_row + 1
             if not outcome.updated:
-                reason = explain_nonfinite(iteration, outcome, self.stepper, plan, microbatches, self.corpus, self.run.training.on_nan)
-                self.log.warning(reason)
+                gives_up = self._nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW
+                policy = "stop" if gives_up else self.run.training.on_nan
+                self.log.warning(explain_nonfinite(iteration, outcome, self.stepper, plan, microbatches, self.corpus, policy))
         device.synchronize()
         self.iteration = iteration
         self._position = self._stream.state_dict()
@@ -165,17 +163,28 @@ class Trainer:
             skipped=outcome is None or not outcome.updated,
         )
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, stop: StopRequest) -> None:
         if self.evaluator is None or self._evaluated_iteration == self.iteration:
             return
+        try:
+            result = self.evaluator.evaluate(self.stepper, stop)
+        except AgreementError:  # raised on every rank: the steps done are worth keeping
+            self._save()
+            raise
+        if result is None:
+            return  # asked to stop: the next iteration does
         self._evaluated_iteration = self.iteration
-        result = self.evaluator.evaluate(self.stepper)
+        if result.loss is None:
+            self.log.warning(f"the {result.documents} validation documents after iteration {self.iteration} hold no loss token: no validation loss")
         self.log.validation(
             iteration=self.iteration, loss=result.loss, tokens=result.tokens, documents=result.documents, seconds=result.seconds
         )
 
     def _save(self) -> None:
         if self.checkpoints is None or self.run.checkpoint.save is None or self._saved_iteration == self.iteration:
+            return
+        if self._nonfinite_in_a_row:
+            self.log.warning(f"not saved after iteration {self.iteration}: its loss or gradient was not finite, so the weights may be spoilt")
             return
         started = time.perf_counter()
         with parameters_gathered(self.stepper.models), torch.no_grad():

@@ -4,6 +4,7 @@
 After a crash and a resume from iteration k the file holds each iteration once: what came after k is dropped before the first new line.
 """
 
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any
 from megatron_dyn.training.metrics import Metrics, StepRecord, ValidationRecord
 
 METRICS_FILE = "metrics.jsonl"
-PREVIOUS_METRICS_FILE = "metrics.previous.jsonl"
+PREVIOUS_METRICS_FILE = "metrics.previous.{number}.jsonl"
 
 
 class MetricsError(ValueError):
@@ -112,7 +113,7 @@ class MetricsFile:
         path: the file; made when absent.
         start_iteration: steps already done (the iteration of the checkpoint resumed from; 0 for a new run). Records after it
             come from steps that will be made again and are dropped, as is a half-written last line, by replacing the file
-            in one move. A new run (0) keeps the file of an earlier one as `metrics.previous.jsonl`.
+            in one move. A new run (0) keeps the file of an earlier one as `metrics.previous.N.jsonl`.
     """
 
     def __init__(self, path: Path, *, start_iteration: int) -> None:
@@ -121,6 +122,8 @@ class MetricsFile:
         """Records of an earlier run that were dropped."""
         self.last_iteration = 0
         """Iteration of the last step in the file."""
+        self.previous: Path | None = None
+        """Where the records of an earlier run were moved to."""
         self._continue_after(start_iteration)
         self._handle = open(self.path, "a", encoding="utf-8")
 
@@ -131,7 +134,10 @@ class MetricsFile:
             with open(self.path, "rb") as earlier:
                 self.dropped = sum(1 for _ in earlier)
             if self.dropped:
-                os.replace(self.path, self.path.with_name(PREVIOUS_METRICS_FILE))
+                numbers = itertools.count(1)
+                names = (self.path.with_name(PREVIOUS_METRICS_FILE.format(number=number)) for number in numbers)
+                self.previous = next(name for name in names if not name.exists())
+                os.replace(self.path, self.previous)
             return
         partial = self.path.with_name(f".{self.path.name}.partial")
         with open(partial, "wb") as kept:

@@ -9,6 +9,10 @@ from megatron_dyn.microbatch import PackedMicrobatch
 from megatron_dyn.planning import StepPlan
 from megatron_dyn.training.step import StepOutcome, Stepper
 
+MOST_NONFINITE_IN_A_ROW = 10
+"""Steps in a row that `--on-nan skip` leaves out before it stops: then it is the weights and not a document."""
+
+_MOST_MICROBATCHES = 4  # described in one message
 _MOST_DOCUMENTS = 20  # named in one message; the ids of all are in the plan
 
 
@@ -56,10 +60,18 @@ def explain_nonfinite(
         for position in found
     ]
     what = f"the loss is {outcome.loss.total}" if loss_is_bad else f"the gradient's norm is {outcome.grad_norm}, though the loss is finite"
+    hidden = len(places) - _MOST_MICROBATCHES
+    if hidden > 0:
+        places = [*places[:_MOST_MICROBATCHES], f"and {hidden} more microbatches"]
+    if len(places) > 1 and hidden + _MOST_MICROBATCHES >= plan.stats.microbatches - plan.stats.fillers:
+        places.append("that is all of them, so it is the weights or the learning rate rather than a document")
     where = "; ".join(places) or "no single microbatch gives it alone (a sum over microbatches overflowed)"
     message = f"iteration {iteration}: {what}, from {where}. The weights are those of iteration {iteration - 1}."
     if policy == "stop":
-        raise NonFiniteError(f"{message} Look at these documents or lower --lr; --on-nan skip would leave the step out and go on")
+        raise NonFiniteError(
+            f"{message} Look at these documents or lower --lr, and go on from the last checkpoint; --on-nan skip leaves such steps out, "
+            f"up to {MOST_NONFINITE_IN_A_ROW - 1} in a row"
+        )
     return f"{message} The step was left out (--on-nan skip)"
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dyn.training.console import RunConsole, summary_rows
 from megatron_dyn.training.metrics import StepRecord, ValidationRecord, summarize
-from megatron_dyn.training.metrics_file import METRICS_FILE, PREVIOUS_METRICS_FILE, MetricsFile, read_metrics, write_json
+from megatron_dyn.training.metrics_file import METRICS_FILE, MetricsFile, read_metrics, write_json
 
 if TYPE_CHECKING:
     from megatron_dyn.planning import StepPlan
@@ -162,7 +162,7 @@ class RunLog:
 
     def _tell_how_the_file_continues(self, file: MetricsFile) -> None:
         if file.dropped and self.start_iteration == 0:
-            self.notice(f"{file.path}: an earlier run's records were moved to {PREVIOUS_METRICS_FILE}")
+            self.notice(f"{file.path}: an earlier run's records were moved to {file.previous.name}")
         elif file.dropped:
             self.notice(f"{file.path}: dropped {file.dropped} records after iteration {self.start_iteration}; those steps are made again")
         if file.last_iteration < self.start_iteration:

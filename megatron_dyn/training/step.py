@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -79,8 +80,9 @@ def forward_step(data_iterator: Iterator[PackedMicrobatch], model: torch.nn.Modu
         losses = token_losses.reshape(-1).float()
         mask = microbatch.loss_mask.reshape(-1)
         total = torch.dot(losses, mask)
-        report = {"index": microbatch.index, "total": (losses.detach().double() * mask).sum()}
-        return total, mask.sum().to(torch.int32), report
+        tokens = mask.sum()
+        report = {"total": (losses.detach().double() * mask).sum(), "tokens": tokens}
+        return total, tokens.to(torch.int32), report
 
     return output, sum_losses
 
@@ -128,21 +130,40 @@ class Stepper:
         )
         return self._total(microbatches, [report for report in reports if report])
 
-    def train(self, microbatches: list[PackedMicrobatch]) -> StepOutcome:
+    def train(self, microbatches: list[PackedMicrobatch], *, loss_tokens: int) -> StepOutcome:
         """Forward, backward and update. A non-finite loss or gradient leaves the weights as they are.
 
         Args:
             microbatches: This rank's, on the compute device.
+            loss_tokens: What the plan says of the whole step.
+
+        Raises:
+            RuntimeError: The microbatches hold another number of loss tokens than the plan, so that loss and gradients were divided
+                by the wrong number; on every rank, before the update.
         """
         self._zero_gradients()
         loss, self.bad_positions = self.forward_backward(microbatches, forward_only=False)
+        if loss.tokens != loss_tokens:
+            raise RuntimeError(
+                f"the microbatches of this step hold {loss.tokens} loss tokens, its plan {loss_tokens}: loss and gradients are those of "
+                "other tokens than planned. The weights are unchanged. This is a defect; please report it"
+            )
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         updated = loss.bad_microbatches == 0 and math.isfinite(grad_norm)
         if updated:
-            self.optimizer.step()
+            self._update(grad_norm)
         self.scheduler.step(increment=1)
         return StepOutcome(loss=loss, grad_norm=grad_norm, updated=updated)
+
+    def _update(self, grad_norm: float) -> None:
+        """Clip by the norm that is already known and step (`ChainedOptimizer.step` would prepare and measure once more)."""
+        for part in self.optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
+        self.optimizer.step_with_ready_grads()
 
     def skip(self) -> None:
         """Let a step without any loss token pass: the schedule of the learning rate goes on, the weights stay."""
@@ -197,7 +218,7 @@ class Stepper:
             sums = torch.stack([report["total"] for report in reports])
             finite = sums.isfinite()
             totals[0] = sums.sum()
-            totals[1] = sum(microbatch.plan.num_loss_tokens for microbatch in microbatches)
+            totals[1] = torch.stack([report["tokens"] for report in reports]).double().sum()
             totals[2] = (~finite).sum()
             if not bool(finite.all()):
                 bad = [position for position, fine in enumerate(finite.tolist()) if not fine]

@@ -229,6 +229,6 @@ def test_without_a_mutant_the_check_passes(name):
 @pytest.mark.parametrize("mutant, scenario, complaint", MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_mutant_is_caught(monkeypatch, mutant, scenario, complaint):
     mutant(monkeypatch)
-    results = launch_scenario(scenario)
-    with pytest.raises(AssertionError, match=complaint):
-        check_scenario(scenario, results)
+    # The product may notice a wrong number of loss tokens by itself, before the update; what it lets pass, the check must catch.
+    with pytest.raises(AssertionError, match=f"{complaint}|loss tokens, its plan"):
+        check_scenario(scenario, launch_scenario(scenario))

@@ -202,7 +202,7 @@ class Run:
             seen.clear()
         plan, microbatches = self.microbatches(step)
         with _gradients_before_clipping(self.stepper) as gradients:
-            outcome = self.stepper.train(microbatches)
+            outcome = self.stepper.train(microbatches, loss_tokens=plan.num_loss_tokens)
         return RankStep(
             loss=outcome.loss.mean,
             loss_tokens=outcome.loss.tokens,

@@ -10,6 +10,7 @@ from trained_steps import Run, Scenario
 
 from megatron_dyn.pipeline.agreement import Agreement
 from megatron_dyn.planning import TokenBudgetBatchSampler
+from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.evaluate import parameters_gathered
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.nonfinite import NonFiniteError
@@ -72,7 +73,7 @@ def watch_loop(run: Run, rank: int, run_dir: Path) -> Watched:
             progress={"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0},
         )
         try:
-            trainer.train()
+            trainer.train(StopRequest())
         except NonFiniteError as error:
             stopped = str(error)
     same = [all(map(torch.equal, before, after)) for before, after in zip(log.weights, log.weights[1:])]

@@ -159,7 +159,7 @@ def test_on_a_cpu(original, monkeypatch):
     assert device.memory_stats() is None
     assert device.device_name().startswith("CPU")
     tensor = torch.ones(2)
-    assert device.pin(tensor) is tensor and device.copy_to_device(tensor) is tensor
+    assert device.pin(tensor) is tensor
     device.synchronize()
     with pytest.raises(ValueError, match="needs CUDA"):
         device.distributed_backend("nccl")
@@ -172,8 +172,12 @@ def test_on_a_gpu(original, monkeypatch):
     as_if_there_were_a_gpu(monkeypatch, cards=2)
     assert device.distributed_backend() == "nccl"
     assert device.initialize_device(1) == torch.device("cuda", 1)
-    with pytest.raises(ValueError, match="local rank 2 has no card of its own"):
+    with pytest.raises(ValueError, match="3 processes on this host have 2 visible cards"):
         device.initialize_device(2)
+    with monkeypatch.context() as launcher:
+        launcher.setenv("LOCAL_WORLD_SIZE", "3")
+        with pytest.raises(ValueError, match="3 processes on this host have 2 visible cards"):
+            device.initialize_device(0)  # a rank that has a card refuses too, or it would wait for the others
     monkeypatch.setenv(device.BACKEND_VARIABLE, "gloo")  # ranks that share a card
     assert device.distributed_backend() == "gloo"
     assert device.initialize_device(2) == torch.device("cuda", 0)

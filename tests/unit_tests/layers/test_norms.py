@@ -4,16 +4,12 @@
 What sequence parallelism asks of them is shown on two ranks in functional_tests/test_layers_on_ranks.py.
 """
 
-import importlib.machinery
 import importlib.util
-import logging
 
 import pytest
 import torch
-from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dyn import device
 from megatron_dyn.layers import SequenceParallelLayerNorm, SequenceParallelRMSNorm, gpt_block_spec
 from megatron_dyn.layers.specs import norm_class
 
@@ -84,18 +80,6 @@ def test_the_configuration_chooses_the_norm():
     with pytest.raises(ValueError, match="'L2Norm' has no local norm"):
         norm_class(config(normalization="L2Norm"))
 
-
-def test_apex_is_used_where_it_is_and_said_so(monkeypatch, caplog):
-    find = importlib.util.find_spec
-    apex = importlib.machinery.ModuleSpec("apex", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: apex if name == "apex" else find(name))
-    monkeypatch.setattr(device, "compute_device", lambda: torch.device("cpu"))
-    assert norm_class(config(normalization="LayerNorm")) is SequenceParallelLayerNorm  # not without a GPU
-    monkeypatch.setattr(device, "compute_device", lambda: torch.device("cuda", 0))
-    with caplog.at_level(logging.INFO, logger="megatron_dyn"):
-        assert norm_class(config(normalization="LayerNorm")) is FusedLayerNorm
-    assert "Apex" in caplog.text
-    assert norm_class(config(normalization="RMSNorm")) is SequenceParallelRMSNorm  # Apex's class has no RMSNorm
 
 
 def test_backends_are_named_and_transformer_engine_is_asked_for_only_by_te(monkeypatch):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that differ, fail or vanish are found before work starts, on every rank, within seconds."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_dyn.pipeline.agreement import Agreement, _ranges
+from megatron_dyn.pipeline.agreement import Agreement, AgreementError, _ranges, losing_a_rank_during
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
 from launch import launch, outcomes  # noqa: E402
@@ -77,3 +78,21 @@ def test_a_lost_rank_does_not_leave_the_others_waiting():
 @pytest.mark.parametrize("ranks, text", [([0], "0"), ([0, 1, 2, 5], "0-2, 5"), ([3, 4, 7, 8], "3-4, 7-8")])
 def test_ranks_are_named_as_ranges(ranks, text):
     assert _ranges(ranks) == text
+
+
+def test_of_settings_the_entries_that_differ_are_named():
+    def job(rank, world):
+        settings = {"lr": 0.1 if rank < 2 else 0.2, "seed": 1, "save": None}
+        Agreement().check("the settings", json.dumps(settings))
+
+    ended = outcomes(3, job, timeout=30)
+    assert "lr: 0.1 on ranks 0-1; 0.2 on ranks 2" in ended[0].exception
+    assert "seed" not in ended[0].exception
+
+
+@pytest.mark.parametrize("text, told", [("[gloo] Connection closed by peer [::1]:1", True), ("index out of range", False)])
+def test_only_the_loss_of_a_rank_is_told_as_one(text, told):
+    with pytest.raises(RuntimeError) as raised, losing_a_rank_during("step 3"):
+        raise RuntimeError(text)
+    assert isinstance(raised.value, AgreementError) == told
+    assert ("a rank was lost during step 3" in str(raised.value)) == told

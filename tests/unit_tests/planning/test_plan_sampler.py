@@ -86,7 +86,7 @@ def test_resume_is_elastic(config):
         (dict(global_batch_size=11), ["global_batch_size (saved 10, now 11)"]),
         (dict(global_batch_size=None, global_batch_tokens=400), ["global_batch_size", "global_batch_tokens"]),
         (dict(document_order="sequential"), ["document_order (saved 'shuffle', now 'sequential')"]),
-        (dict(oversize="truncate"), ["oversize (saved 'split', now 'truncate')"]),
+        (dict(oversize="truncate"), ["oversize (saved 'split', now 'truncate')", "max_tokens_per_microbatch (saved None, now"]),
         (dict(drop_last=True), ["drop_last (saved False, now True)"]),
         (dict(seed=3, drop_last=True), ["seed", "drop_last"]),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dyn.corpus import IndexedWriter
 from megatron_dyn.training import arguments, launch
 from megatron_dyn.training.arguments import SECTIONS, build_parser, field_docs, parse_arguments
 from megatron_dyn.training.config import ConfigError
@@ -111,6 +112,12 @@ def test_a_missing_yaml_file_is_refused():
         (["--position-embedding-type", "learned_absolute", "--max-position-embeddings", "511"], "run past the table"),
         (["--num-query-groups", "3"], "query groups"),
         (["--train-iters", "0"], "at least 1"),
+        (["--adam-beta1", "1.5"], "--adam-beta1 is 1.5"),
+        (["--adam-eps", "-1"], "--adam-eps"),
+        (["--lr-warmup-fraction", "-0.1"], "--lr-warmup-fraction"),
+        (["--lr-decay-iters", "0"], "--lr-decay-iters is 0"),
+        (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "99"], "do not fit into the 10 steps"),
+        (["--optimizer", "sgd", "--use-distributed-optimizer"], "distributes Adam only"),
     ],
 )
 def test_wrong_or_contradictory_flags_are_refused(flags, complaint):
@@ -125,7 +132,7 @@ def test_what_is_needed_is_asked_for(flag):
 
 
 def test_ranks_that_hold_no_whole_model_are_refused():
-    with pytest.raises(ConfigError, match="3 ranks cannot hold whole copies"):
+    with pytest.raises(ConfigError, match="a world of 3 cannot hold whole copies"):
         parse("--tensor-model-parallel-size", "2", world_size=3)
 
 
@@ -158,7 +165,7 @@ def test_all_ranks_print_the_same_refusal_before_any_process_group():
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path, flag, capsys):
     (tmp_path / "file").write_text("in the way")
     assert main([*MINIMAL, flag, str(tmp_path / "file" / "run")]) == 2
-    assert f"{flag} {tmp_path}/file/run cannot be written" in capsys.readouterr().err
+    assert f"{flag} {tmp_path}/file/run cannot be written (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engine, complaint", [(None, r"megatron-dyn\[te\]"), (object(), "give --bf16")], ids=["no engine", "fp32"])
@@ -172,3 +179,23 @@ def test_what_a_gpu_cannot_run_is_refused_before_anything_starts(monkeypatch, ca
 def test_the_page_of_flags_is_up_to_date():
     page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == arguments.flags_page(), "write it again: python -m megatron_dyn flags > docs/flags.md"
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [(["--split", "0,100"], "leaves no document to train on"), (["--distributed-backend", "nccl"], "'nccl' needs CUDA")],
+)
+def test_what_the_documents_and_the_machine_rule_out_is_refused_too(tmp_path, flags, complaint, capsys):
+    with IndexedWriter(tmp_path / "corpus", vocab_size=100) as writer:
+        for _ in range(4):
+            writer.add_document([5, 6, 7])
+    assert main([*MINIMAL, "--data-path", str(tmp_path / "corpus"), *flags]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_tasks_of_slurm_without_torchrun_are_refused(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert main(MINIMAL) == 2
+    assert "srun started 2 tasks and no torchrun" in capsys.readouterr().err

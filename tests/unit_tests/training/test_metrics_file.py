@@ -101,7 +101,10 @@ def test_a_new_run_keeps_the_records_of_the_earlier_one(path):
     file = write(path, range(1, 3))
     assert file.dropped == 3
     assert iterations(path) == [1, 2]
-    assert path.with_name("metrics.previous.jsonl").read_bytes() == before
+    assert path.with_name("metrics.previous.1.jsonl").read_bytes() == before
+    write(path, range(1, 2))
+    assert path.with_name("metrics.previous.1.jsonl").read_bytes() == before, "a third run keeps both"
+    assert path.with_name("metrics.previous.2.jsonl").exists()
 
 
 def test_an_iteration_is_never_written_twice(path):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders a run writes into: writable, not in use by another run, and not another run's."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+from megatron_dyn.training.config import CheckpointConfig, ConfigError
+
+LOCK_FILE = ".megatron-dyn.lock"
+_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
+
+
+def require_writable(flag: str, folder: str | None) -> None:
+    """Make a folder and write into it, before any rank waits for another.
+
+    Raises:
+        ConfigError: Naming the flag and the reason.
+    """
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder} cannot be written ({error.strerror}): name another folder") from error
+
+
+def require_continuation(checkpoint: CheckpointConfig) -> None:
+    """Refuse to write new checkpoints over those of a run that this one does not continue.
+
+    Raises:
+        ConfigError: `--save` holds checkpoints, and `--load` does not name the same folder.
+    """
+    if checkpoint.save is None or (checkpoint.load is not None and Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()):
+        return
+    with contextlib.suppress(OSError):
+        latest = (Path(checkpoint.save) / _TRACKER).read_text(encoding="utf-8").strip()
+        raise ConfigError(
+            f"--save {checkpoint.save} holds iteration {latest} of an earlier run, which this run would bury under its own: "
+            f"continue it with --load {checkpoint.save}, or name another folder"
+        )
+
+
+class FolderLocks:
+    """Locks of one process on folders; another run that wants one is told who holds it. Released when the process ends, however.
+
+    Raises:
+        ConfigError: A folder is in use.
+    """
+
+    def __init__(self, folders: dict[str, str | None]):
+        self._held: dict[Path, int] = {}
+        for flag, folder in folders.items():
+            if folder is not None and Path(folder).resolve() not in self._held:
+                self._take(flag, Path(folder).resolve())
+
+    def _take(self, flag: str, folder: Path) -> None:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ConfigError(
+                    f"{flag} {folder} is in use by another run ({holder or 'holder unknown'}): two runs would delete each other's "
+                    "files; wait for it, stop it, or name another folder"
+                ) from error
+            return  # this file system has no locks
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._held[folder] = descriptor
+
+    def release(self) -> None:
+        """Give the folders back."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
