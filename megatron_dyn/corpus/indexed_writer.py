@@ -5,9 +5,11 @@ Everything is written to ``*.partial`` files; they get their names only when com
 A pair without ``.idx`` opens in no reader, so a run killed at any moment leaves nothing that looks finished.
 """
 
+import contextlib
 import fcntl
 import os
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Sequence
 
@@ -127,28 +129,43 @@ class IndexedWriter:
             raise CorpusError(f"{self.prefix}, document {self.num_documents} or later: id {bad} is outside 0 to {self.vocab_size - 1}")
         if len(lengths) and max(lengths) > MAX_SEQUENCE_TOKENS:
             raise CorpusError(f"{self.prefix}: a sequence of {max(lengths)} tokens; the format holds at most {MAX_SEQUENCE_TOKENS}: divide it")
-        self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+        with self._naming_the_file():
+            self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
         self._lengths.extend(int(length) for length in lengths)
         self.num_tokens += len(ids)
+
+    @contextlib.contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """A full disk says neither what was being written nor what is left of it."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise CorpusError(
+                f"{self.prefix}: could not be written ({error.strerror}); nothing of it is kept, and a finished pair of that name stays "
+                "as it was. Free some space, or name another folder"
+            ) from error
 
     def finish(self) -> None:
         """Flushes both files to the disk and gives them their names."""
         try:
-            if not self.num_tokens:
-                raise CorpusError(f"{self.prefix}: no tokens to write: every document is empty, or there is none")
-            tokens_path, index_path = bin_path(self.prefix), idx_path(self.prefix)
-            self._bin.flush()
-            os.fsync(self._bin.fileno())
-            with open(partial_path(index_path), "wb") as stream:
-                self._write_index(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            # An older index must never stand beside the new tokens.
-            index_path.unlink(missing_ok=True)
-            os.replace(partial_path(tokens_path), tokens_path)
-            sync_directory(tokens_path.parent)
-            os.replace(partial_path(index_path), index_path)
-            sync_directory(index_path.parent)
+            with self._naming_the_file():
+                if not self.num_tokens:
+                    raise CorpusError(f"{self.prefix}: no tokens to write: every document is empty, or there is none")
+                tokens_path, index_path = bin_path(self.prefix), idx_path(self.prefix)
+                self._bin.flush()
+                os.fsync(self._bin.fileno())
+                with open(partial_path(index_path), "wb") as stream:
+                    self._write_index(stream)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                # An older index must never stand beside the new tokens.
+                index_path.unlink(missing_ok=True)
+                os.replace(partial_path(tokens_path), tokens_path)
+                sync_directory(tokens_path.parent)
+                os.replace(partial_path(index_path), index_path)
+                sync_directory(index_path.parent)
         except BaseException:
             self.abort()
             raise
@@ -173,4 +190,5 @@ class IndexedWriter:
             return
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             partial_path(path).unlink(missing_ok=True)
-        self._bin.close()
+        with contextlib.suppress(OSError):  # what is still buffered may not fit on the disk either
+            self._bin.close()

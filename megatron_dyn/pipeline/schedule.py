@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-Core's pipeline schedules, restricted to the settings that are right when T differs between microbatches.
 
-What megatron-core 0.16.1 does with variable T (measured on gloo; `docs/architecture.md` has the table):
+What megatron-core 0.16.1 does with variable T (measured on gloo):
 
     schedule                                                        outcome
     1F1B, variable_seq_lengths                                      correct
     interleaved, overlap_p2p_comm, no deallocation of outputs       correct
     interleaved with PP=2 and no p2p overlap                        wrong values in silence (constant T) or a crash
-    interleaved, p2p overlap, deallocate_pipeline_outputs           wrong values in silence
+    interleaved, p2p overlap, deallocate_pipeline_outputs           wrong values in silence where shapes are not exchanged
     interleaved with PP=4, no p2p overlap, variable T               hangs
 
 The caller never chooses: `schedule_settings` returns the safe row.

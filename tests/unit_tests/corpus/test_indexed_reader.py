@@ -214,6 +214,20 @@ def test_offsets_beyond_two_gigabytes(sparse_pair, make_index):
         IndexedReader(sparse_pair)
 
 
+def test_more_than_two_giga_tokens(tmp_path, make_index):
+    """Token offsets, and not only byte offsets, pass 2^31: three sequences of 1.5e9 tokens of one byte."""
+    each = 1_500_000_000
+    with open(tmp_path / "many.bin", "wb") as stream:
+        stream.truncate(3 * each)
+        stream.seek(-3, os.SEEK_END)
+        stream.write(bytes([7, 8, 9]))
+    (tmp_path / "many.idx").write_bytes(make_index([each] * 3, [0, each, 2 * each], [0, 1, 2, 3], code=1))
+    reader = IndexedReader(tmp_path / "many", vocab_size=10)
+    assert reader.num_tokens == 3 * each
+    assert reader.tokens(2, each - 4, 4).tolist() == [0, 7, 8, 9]
+    assert reader.tokens(1, 0, 2).tolist() == [0, 0]
+
+
 def test_writer_and_stock_reader_agree_beyond_two_gigabytes(sparse_pair):
     """Pointers of our writer (its lengths set as if 7.2 GB had been written) equal 64-bit arithmetic."""
     writer = IndexedWriter(sparse_pair + "_out", dtype=np.int32)

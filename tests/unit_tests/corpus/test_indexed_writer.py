@@ -4,6 +4,8 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -188,7 +190,25 @@ def test_a_full_disk_leaves_no_partial_file(tmp_path, monkeypatch, failing):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CorpusError, match="out: could not be written .No space left"):
         with IndexedWriter(tmp_path / "out", vocab_size=100) as writer:
             writer.add_document([1])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_nothing(tmp_path):
+    """A limit on the size of files stands in for the disk; in a process of its own, because the limit stays."""
+    code = (
+        "import resource, signal, sys\n"
+        "from megatron_dyn.corpus import CorpusError, IndexedWriter\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    with IndexedWriter(sys.argv[1], vocab_size=10) as writer:\n"
+        "        for _ in range(100): writer.add_document([1] * 5000)\n"
+        "except CorpusError as error:\n"
+        "    print(error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "corpus")], capture_output=True, text=True, timeout=60)
+    assert f"{tmp_path}/corpus: could not be written" in ended.stdout, ended.stderr
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")]
