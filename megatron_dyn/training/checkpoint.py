@@ -13,11 +13,11 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 
 from megatron_dyn.training.checkpoint_files import CheckpointError, CheckpointFolder, digest_files, on_every_rank
 from megatron_dyn.training.checkpoint_optimizer import OptimizerPart
@@ -49,7 +49,7 @@ class LoadedState:
     extra: dict
     """As given to `save`."""
     rng_restored: bool
-    """False: another topology, so the generators were seeded anew (or `strict_rng=False`)."""
+    """False: another topology, so the generators were seeded anew."""
     path: Path
     """The checkpoint's folder."""
 
@@ -61,8 +61,6 @@ class CheckpointManager:
         save: folder to write into; the same shared folder on all ranks.
         load: folder to read from; may be the same.
         keep_last: how many complete checkpoints stay (None: all). Older ones go after the new one is complete.
-        fully_reshardable: the distributed optimizer's state is gathered so that it can be loaded under any parallelism; False
-            saves each shard as it is (faster, less host memory; only the data-parallel size may change then).
         vocab_size: real vocabulary. Megatron pads it to a multiple of a number times TP; with this, a checkpoint of another padding
             is loaded (padding rows are dropped, or zero). None: the padded vocabulary must be the same.
     """
@@ -73,7 +71,6 @@ class CheckpointManager:
         save: "str | os.PathLike | None",
         load: "str | os.PathLike | None",
         keep_last: Optional[int],
-        fully_reshardable: bool = True,
         vocab_size: Optional[int] = None,
     ):
         if keep_last is not None and keep_last < 1:
@@ -81,7 +78,6 @@ class CheckpointManager:
         self._save_to = CheckpointFolder(save) if save is not None else None
         self._load_from = CheckpointFolder(load) if load is not None else None
         self._keep_last = keep_last
-        self._fully_reshardable = fully_reshardable
         self._vocab_size = vocab_size
 
     def latest(self) -> Optional[int]:
@@ -112,12 +108,12 @@ class CheckpointManager:
         if self._save_to is None:
             raise CheckpointError("no folder to save checkpoints in was given (--save)")
         folder, rank = self._save_to, dist.get_rank()
-        part = OptimizerPart(optimizer, self._metadata()) if optimizer is not None else None
+        part = OptimizerPart(optimizer, _metadata()) if optimizer is not None else None
         description = {
             "iteration": iteration,
             "versions": versions(),
             "topology": topology(),
-            "optimizer": {"kind": part.kind, "sharding": part.sharding} if part else None,
+            "optimizer": {"kind": part.kind} if part else None,
             "scheduler": scheduler is not None,
             "sampler_state": sampler_state,
             "extra": extra,
@@ -127,15 +123,15 @@ class CheckpointManager:
         staging = begun[0]
         try:
             on_every_rank("find the folder to save in", lambda: _require_shared(staging))
-            model_state = _model_state(models, self._metadata())
-            state = {**model_state, "iteration": iteration, "checkpoint_version": 3.0, "content_metadata": self._metadata()}
+            model_state = _model_state(models)
+            state = {**model_state, "iteration": iteration, "checkpoint_version": 3.0, "content_metadata": _metadata()}
             if part:
                 state["optimizer"] = part.state(model_state)
                 state["optimizer_groups"] = part.groups()
             if scheduler is not None:
                 state["opt_param_scheduler"] = scheduler.state_dict()
             state[RNG_KEY] = rng_object(rng_state())
-            write_state(state, staging, self._metadata()["dp_cp_group"])
+            write_state(state, staging, _metadata()["dp_cp_group"])
 
             def digest_own() -> dict:
                 names = [path.name for path in staging.iterdir()]
@@ -170,21 +166,12 @@ class CheckpointManager:
             if gone:
                 logger.info("removed the checkpoints of iterations %s", ", ".join(map(str, gone)))
 
-    def _metadata(self) -> dict:
-        """Megatron's switches for the layout of the state (names as in Megatron-LM)."""
-        return {
-            "distrib_optim_sharding_type": "fully_reshardable" if self._fully_reshardable else "dp_reshardable",
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
-
     # ---- loading -------------------------------------------------------------------------------------------
 
-    def load(
-        self, *, models: list, optimizer: Any, scheduler: Any, sampler: Any = None, strict_rng: "Literal['auto'] | bool" = "auto"
-    ) -> Optional[LoadedState]:
+    def load(self, *, models: list, optimizer: Any, scheduler: Any, sampler: Any = None) -> Optional[LoadedState]:
         """Load the latest checkpoint into the given objects.
+
+        The generators are restored on the same topology; under another they are seeded anew, and the log says so.
 
         Args:
             models: as for `save`, under any parallelism.
@@ -192,8 +179,6 @@ class CheckpointManager:
             scheduler: None: its state is not loaded. If it says `override_opt_param_scheduler`, this run's settings (learning rates,
                 betas, weight decay) stay and only the step count is taken.
             sampler: gets `load_state_dict(sampler_state)` if given.
-            strict_rng: "auto": restore the generators on the same topology, else seed anew and log it; True: another topology is an
-                error; False: leave the generators alone.
 
         Returns:
             None when there is no folder to load from or it holds no checkpoint.
@@ -210,14 +195,20 @@ class CheckpointManager:
         names = sorted(seal["files"])[rank :: dist.get_world_size()]
         on_every_rank(f"load iteration {iteration}", lambda: folder.check_files(iteration, seal["files"], names))
         path = folder.path(iteration)
-        restores_rng = self._can_restore_rng(seal, strict_rng)
-        model_state = _model_state(models, self._metadata())
+        restores_rng = _can_restore_rng(seal)
+        model_state = _model_state(models)
         saved = saved_tensors(path)
         self._require_fit(path, requested_tensors(model_state), saved, covers="model")
-        part, wanted = None, {}
+        part, wanted, groups = None, {}, []
         if optimizer is not None:
-            part = OptimizerPart(optimizer, self._metadata())
-            ask = lambda: wanted.update(self._request_optimizer(part, model_state, seal, path))  # tensors stay on their rank
+            part = OptimizerPart(optimizer, _metadata())
+            keep_settings = scheduler is not None and scheduler.override_opt_param_scheduler
+
+            def ask() -> None:  # what it finds stays on its rank
+                wanted.update(_request_optimizer(part, model_state, seal, path))
+                saved_groups = dist_checkpointing.load_common_state_dict(str(path))["optimizer_groups"]["groups"]
+                groups.extend(part.matched_groups(saved_groups, keep_settings=keep_settings))
+
             on_every_rank(f"load iteration {iteration}", ask)
             self._require_fit(path, requested_tensors(wanted), saved, covers="optimizer")
         if sampler is not None:
@@ -228,40 +219,17 @@ class CheckpointManager:
         loaded = read_state(request, path)
         _load_models(models, loaded)
         if part is not None:
-            overrides = scheduler is not None and scheduler.override_opt_param_scheduler
-            part.restore(loaded["optimizer_tensors"], loaded["optimizer_groups"], keep_settings=overrides)
+            part.restore(loaded["optimizer_tensors"], groups, loaded["optimizer_groups"]["step"])
         if scheduler is not None and "opt_param_scheduler" in loaded:
             scheduler.num_steps = 0  # loading adds the saved steps
             scheduler.load_state_dict(loaded["opt_param_scheduler"])
         if restores_rng:
             set_rng_state(loaded["generators"])
-        elif strict_rng == "auto":
+        else:
             seed_anew(iteration)
         return LoadedState(
             iteration=iteration, sampler_state=seal["sampler_state"], extra=seal["extra"], rng_restored=restores_rng, path=path
         )
-
-    def _can_restore_rng(self, seal: dict, strict_rng: "Literal['auto'] | bool") -> bool:
-        if strict_rng is False or seal["topology"] == topology():
-            return strict_rng is not False
-        text = f"saved with {describe(seal['topology'])}, loaded with {describe(topology())}"
-        if strict_rng is True:
-            raise CheckpointError(f"the random number generators cannot be restored on another topology: {text}")
-        if dist.get_rank() == 0:
-            logger.warning("the random number generators are seeded anew (dropout will differ): %s", text)
-        return False
-
-    def _request_optimizer(self, part: OptimizerPart, model_state: dict, seal: dict, path: Path) -> dict:
-        if seal["optimizer"] is None:
-            raise CheckpointError(f"{path} was saved without an optimizer; load the model only, or another checkpoint")
-        fixed = ("tensor", "pipeline", "virtual_pipeline", "expert")
-        moved = [name for name in fixed if seal["topology"][name] != topology()[name]]
-        if seal["optimizer"]["sharding"] == "dp_reshardable" and moved:
-            raise CheckpointError(
-                f"the optimizer state of {path} can only be loaded under the same model parallelism (saved with "
-                f"{describe(seal['topology'])}, here {describe(topology())}). Save with fully_reshardable=True to change it."
-            )
-        return part.request(model_state, seal["optimizer"])
 
     def _require_fit(self, path: Path, wanted: dict, saved: dict, covers: str) -> None:
         keys = set().union(*on_every_rank("compare the model with the checkpoint", lambda: set(wanted)))
@@ -278,12 +246,38 @@ class CheckpointManager:
         on_every_rank("load the checkpoint", refuse)
 
 
+def _metadata() -> dict:
+    """Megatron's switches for the layout of the state (names as in Megatron-LM)."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def _can_restore_rng(seal: dict) -> bool:
+    if seal["topology"] == topology():
+        return True
+    if dist.get_rank() == 0:
+        text = f"saved with {describe(seal['topology'])}, loaded with {describe(topology())}"
+        logger.warning("the random number generators are seeded anew (dropout will differ): %s", text)
+    return False
+
+
+def _request_optimizer(part: OptimizerPart, model_state: dict, seal: dict, path: Path) -> dict:
+    if seal["optimizer"] is None:
+        raise CheckpointError(f"{path} was saved without an optimizer; load the model only, or another checkpoint")
+    return part.request(model_state, seal["optimizer"])
+
+
 def _load_models(models: list, loaded: dict) -> None:
     for name, module in zip(_chunk_names(models), models):
         _unwrapped(module).load_state_dict(loaded[name])
 
 
-def _model_state(models: list, metadata: dict) -> dict:
+def _model_state(models: list) -> dict:
+    metadata = _metadata()
     return {
         name: _unwrapped(module).sharded_state_dict(metadata=metadata) for name, module in zip(_chunk_names(models), models)
     }

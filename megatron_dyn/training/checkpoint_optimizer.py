@@ -11,10 +11,11 @@ The moments have the same keys and shapes, so a checkpoint of one kind is read b
 other's key. Groups and step count go beside them in one form for all kinds (`optimizer_groups` of the common state).
 """
 
-from typing import Any, Optional
+import contextlib
+from typing import Any, Iterator, Optional
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
@@ -27,7 +28,7 @@ from megatron.core.optimizer.optimizer import (
     param_group_identifier_keys,
 )
 
-from megatron_dyn.training.checkpoint_files import CheckpointError
+from megatron_dyn.training.checkpoint_files import CheckpointError, on_every_rank
 
 _PREFIX = "optimizer.state."
 _MASTER_KEY = {"mixed": "fp32_param", "distributed": "param"}
@@ -40,7 +41,7 @@ class OptimizerPart:
 
     Args:
         optimizer: of one of the kinds above, or a ChainedOptimizer around exactly one.
-        metadata: Megatron's sharded state dict metadata (sharding type, process group).
+        metadata: Megatron's sharded state dict metadata (process group and so on; its sharding type must be "fully_reshardable").
 
     Raises:
         CheckpointError: an optimizer of another class, or one with a loss scaler.
@@ -59,34 +60,61 @@ class OptimizerPart:
         self.inner = self.optimizer.optimizer
         self.metadata = metadata
 
-    @property
-    def sharding(self) -> Optional[str]:
-        return self.metadata["distrib_optim_sharding_type"] if self.kind == "distributed" else None
-
     # ---- saving --------------------------------------------------------------------------------------------
 
     def state(self, model_state: dict) -> dict:
-        """Megatron's sharded state dict of the optimizer; collective for the distributed optimizer."""
+        """Megatron's sharded state dict of the optimizer; collective for the distributed optimizer.
+
+        Raises:
+            CheckpointError: on every rank, if the distributed optimizer's gathered state is not what every rank's shard holds.
+        """
         self._materialize()
-        return self.optimizer.sharded_state_dict(model_state, metadata=self.metadata)
+        if self.kind != "distributed":
+            return self.optimizer.sharded_state_dict(model_state, metadata=self.metadata)
+        with _padding_kept(self.optimizer):
+            state = self.optimizer.sharded_state_dict(model_state, metadata=self.metadata)
+        on_every_rank("gather the optimizer's state", lambda: self._require_own_shards(state["param_state"]))
+        return state
+
+    def _require_own_shards(self, param_state: dict) -> None:
+        """Megatron cuts the gathered buffers by position, and where it finds too little it only warns and fills up with zeros."""
+        for index, parameter in enumerate(self._in_buffer_order()):
+            if parameter not in self.optimizer.model_param_gbuf_map:
+                continue  # another data-parallel rank has it, and looks
+            here = self.optimizer._get_model_param_range_map(parameter)["param"]
+            shard = self.optimizer._get_main_param_and_optimizer_states(parameter)
+            for name, whole in param_state[index].items():
+                gathered, mine = whole.data.flatten()[here.start : here.end], shard[name].detach().cpu()
+                if not torch.equal(gathered.view(torch.int32), mine.view(torch.int32)):  # bits, so that NaN equals NaN
+                    raise CheckpointError(
+                        f"{whole.key} was not gathered as its shards hold it, and a resumed run would learn from wrong numbers; nothing "
+                        "was saved. Megatron-Core's gradient buffers are laid out in an unknown way: use version 0.16.1, or train "
+                        "without --use-distributed-optimizer"
+                    )
+
+    def _in_buffer_order(self) -> "list[torch.nn.Parameter]":
+        """The order by which Megatron counts the entries of `param_state`."""
+        return [parameter for buffer in self.optimizer.buffers for parameter in buffer.param_index_map]
 
     def groups(self) -> dict:
         """Step count and the parameter groups of all ranks without their parameters; collective.
 
         Pipeline stages may have different groups (a stage with an embedding only has no norms), so rank 0's are not enough.
+
+        Raises:
+            CheckpointError: on every rank, if parameters of any ranks are at different steps.
         """
         mine = [{k: v for k, v in group.items() if k not in _OF_THE_PARAMETERS} for group in self.inner.param_groups]
-        everybodys: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everybodys, mine)
-        union = {_identity(group): group for groups in reversed(everybodys) for group in groups}
-        return {"groups": list(union.values()), "step": self._step()}
-
-    def _step(self) -> Optional[int]:
-        steps = {int(s["step"]) for s in self.inner.state.values() if "step" in s}
-        steps |= {int(group["step"]) for group in self.inner.param_groups if "step" in group and group["params"]}
+        everybodys = on_every_rank("describe the optimizer", lambda: (mine, self._steps()))
+        union = {_identity(group): group for groups, _ in reversed(everybodys) for group in groups}
+        steps = set().union(*(of_rank for _, of_rank in everybodys))
         if len(steps) > 1:
             raise CheckpointError(f"the optimizer's parameters have different step counts ({sorted(steps)}): cannot be saved")
-        return steps.pop() if steps else None
+        return {"groups": list(union.values()), "step": steps.pop() if steps else None}
+
+    def _steps(self) -> "set[int]":
+        steps = {int(s["step"]) for s in self.inner.state.values() if "step" in s}
+        return steps | {int(group["step"]) for group in self.inner.param_groups if "step" in group and group["params"]}
 
     def _materialize(self) -> None:
         """Make the moments that the optimizer makes at its first step, as it would: zero, at step 0."""
@@ -108,25 +136,19 @@ class OptimizerPart:
     # ---- loading -------------------------------------------------------------------------------------------
 
     def request(self, model_state: dict, saved: dict) -> dict:
-        """What to read, for a checkpoint whose optimizer is described by `saved` ({"kind", "sharding"}).
+        """What to read, for a checkpoint whose optimizer is described by `saved` ({"kind"}).
 
         Raises:
             CheckpointError: the saved form cannot be read by this optimizer.
         """
-        if saved["kind"] != self.kind and "dp_reshardable" in (saved["sharding"], self.sharding):
-            raise CheckpointError(
-                f"the optimizer state was saved by a {saved['kind']} optimizer ({saved['sharding']}) and this is a {self.kind} one: "
-                "only fully reshardable states can change. Load with the same setting of the distributed optimizer."
-            )
         if {saved["kind"], self.kind} == {"float32", "mixed"}:
             raise CheckpointError("the optimizer state was saved in another precision; load with the precision it was saved in")
-        if saved["sharding"] == "dp_reshardable":
-            self.metadata = {**self.metadata, "distrib_optim_sharding_type": "dp_reshardable"}
         self._materialize()
-        loading = {"is_loading": True} if self.kind == "distributed" else {}
-        state = self.optimizer.sharded_state_dict(model_state, metadata=self.metadata, **loading)
-        if self.sharding == "dp_reshardable":  # keeps notes of its own between the tensors, which are not read
-            return state
+        if self.kind == "distributed":
+            with _padding_kept(self.optimizer):  # only the shapes count here
+                state = self.optimizer.sharded_state_dict(model_state, metadata=self.metadata, is_loading=True)
+        else:
+            state = self.optimizer.sharded_state_dict(model_state, metadata=self.metadata)
         tensors, _ = extract_sharded_base(state)
         if saved["kind"] != self.kind and self.kind in _MASTER_KEY:
             self._ask_for_other_master(tensors, saved["kind"])
@@ -147,15 +169,14 @@ class OptimizerPart:
 
         dict_list_map_inplace(rename, tensors)
 
-    def restore(self, loaded: dict, common: dict, *, keep_settings: bool) -> None:
+    def restore(self, loaded: dict, groups: "list[dict]", step: Optional[int]) -> None:
         """Put the read state into the optimizer.
 
         Args:
             loaded: the tensors of `request`, read.
-            common: what `groups` returned when the checkpoint was saved.
-            keep_settings: the groups keep this run's learning rates, betas and so on instead of the checkpoint's.
+            groups: as `matched_groups` returned them.
+            step: as `groups` returned it when the checkpoint was saved.
         """
-        groups, step = self._matched_groups(common["groups"], keep_settings), common["step"]
         stamped = groups if step is None else [{**group, "step": step} for group in groups]
         if self.kind == "distributed":
             self.optimizer.load_state_dict({"optimizer": {"param_groups": stamped}})
@@ -180,21 +201,27 @@ class OptimizerPart:
         the tensors. Before that it gave all parameters one step tensor, which each of them would then count up.
         """
         steps = {parameter: state.pop("step").clone() for parameter, state in self.inner.state.items() if "step" in state}
-        if self.sharding == "dp_reshardable":
-            self.optimizer.load_parameter_state_from_dp_reshardable(param_state)
-        else:
-            self._insert_own_masters(param_state)
-            self.optimizer.load_parameter_state_from_fully_reshardable(param_state)
+        self._insert_own_masters(param_state)
+        self.optimizer.load_parameter_state_from_fully_reshardable(param_state)
         for parameter, step in steps.items():
             self.inner.state[parameter]["step"] = step
 
     def _insert_own_masters(self, param_state: dict) -> None:
         """Masters that were not asked for are the (already read) fp32 parameters themselves."""
-        in_order = [p for buffer in self.optimizer.buffers for p in buffer.param_index_map]
+        in_order = self._in_buffer_order()
         for index, of_parameter in param_state.items():
             of_parameter.setdefault("param", in_order[index].detach())
 
-    def _matched_groups(self, saved_groups: "list[dict]", keep_settings: bool) -> "list[dict]":
+    def matched_groups(self, saved_groups: "list[dict]", *, keep_settings: bool) -> "list[dict]":
+        """This rank's parameter groups with the settings of the saved ones.
+
+        Args:
+            saved_groups: the groups which `groups` returned when the checkpoint was saved.
+            keep_settings: keep this run's learning rates, betas and so on instead of the checkpoint's.
+
+        Raises:
+            CheckpointError: on this rank, if the checkpoint lacks a group; `on_every_rank` is the caller's.
+        """
         saved = {_identity(group): group for group in saved_groups}
         matched = []
         for group, indexed in zip(self.inner.param_groups, self.inner.state_dict()["param_groups"]):
@@ -208,3 +235,35 @@ class OptimizerPart:
 
 def _identity(group: dict) -> tuple:
     return tuple(group[key] for key in param_group_identifier_keys)
+
+
+@contextlib.contextmanager
+def _padding_kept(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Let the optimizer gather its buffers as they are laid out: every bucket with the padding at its end.
+
+    | buffer of two buckets, the first with 28 elements of padding | elements           | where b lies |
+    |--------------------------------------------------------------|--------------------|--------------|
+    | `param_index_map`, and what is returned here                 | a[100] 0[28] b[50] | 128..178     |
+    | what `get_parameter_state_dp_zero` returns                   | a[100] b[50]       | 100..150     |
+
+    Megatron-Core 0.16.1 cuts the second by the positions of the first, so that every parameter after the first padded bucket gets
+    another one's masters and moments, or zeros. Source: `DistributedOptimizer.sharded_param_state_fully_reshardable`, and its repair in
+    https://github.com/NVIDIA/Megatron-LM/pull/5077 (which moves the positions instead; under a version with it, saving is refused).
+    """
+    gather = optimizer.get_parameter_state_dp_zero
+
+    def gather_with_padding(**options: bool) -> dict:
+        state = gather(**options)
+        for index, buffer in enumerate(optimizer.buffers):
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+            for world in state[index].values():
+                for name in ("param", "exp_avg", "exp_avg_sq"):
+                    world[name] = torch.cat([F.pad(part, (0, pad)) for part, pad in zip(world[name].split(sizes), padding)])
+        return state
+
+    optimizer.get_parameter_state_dp_zero = gather_with_padding
+    try:
+        yield
+    finally:
+        del optimizer.get_parameter_state_dp_zero  # the class's own again

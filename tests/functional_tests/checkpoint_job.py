@@ -44,6 +44,7 @@ class Shape:
     padded_vocab: int = 56
     optimizer: str = "adam"
     loss_scale: float | None = None
+    bucket_size: int | None = None  # elements after which a gradient buffer gets another bucket; None: Megatron's choice
 
 
 @dataclass
@@ -92,7 +93,10 @@ def start(shape: Shape) -> Run:
     for stage in range(shape.vpp or 1):
         chunk = _chunk(shape, config, stage if shape.vpp else None)
         wrapped = Float16Module(config, chunk) if shape.bf16 else chunk
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shape.distributed)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=shape.distributed, bucket_size=shape.bucket_size,
+            overlap_grad_reduce=shape.bucket_size is not None,  # Megatron makes several buckets only then
+        )  # fmt: skip
         models.append(DistributedDataParallel(config=config, ddp_config=ddp, module=wrapped, disable_bucketing=stage > 0))
     settings = OptimizerConfig(
         optimizer=shape.optimizer, lr=1e-2, min_lr=1e-4, weight_decay=0.1, adam_eps=1e-3, clip_grad=0.0, bf16=shape.bf16, params_dtype=dtype,
@@ -117,9 +121,9 @@ def save(run: Run, folder, iteration: int | None = None, **manager) -> str:
     return str(path)
 
 
-def load(run: Run, folder, strict_rng="auto", **manager):
+def load(run: Run, folder, **manager):
     manager = CheckpointManager(save=None, load=folder, keep_last=None, **{"vocab_size": VOCAB, **manager})
-    state = manager.load(models=run.models, optimizer=run.optimizer, scheduler=run.scheduler, strict_rng=strict_rng)
+    state = manager.load(models=run.models, optimizer=run.optimizer, scheduler=run.scheduler)
     if state is not None:
         run.steps = state.extra["steps"]
     return state

@@ -28,6 +28,15 @@ SHAPES = {
     "tied": (1, Shape(tied=True)),
     "tied pp2": (2, Shape(tied=True, pp=2)),
     "tied tp2 padded to 64": (2, Shape(tied=True, tp=2, padded_vocab=64)),
+    "dp2 buckets": (2, Shape(distributed=True, bucket_size=700)),
+    "dp3 buckets": (3, Shape(distributed=True, bucket_size=700)),
+    "bf16 dp2 buckets": (2, Shape(bf16=True, distributed=True, bucket_size=700)),
+    "bf16 dp3 buckets": (3, Shape(bf16=True, distributed=True, bucket_size=700)),
+    "tp2 dp2 buckets": (4, Shape(tp=2, distributed=True, bucket_size=300)),
+    "tied pp2 distributed": (2, Shape(tied=True, pp=2, distributed=True, padded_vocab=51)),
+    "tied pp2 dp2 distributed": (4, Shape(tied=True, pp=2, distributed=True, padded_vocab=51)),
+    "bf16 tied": (1, Shape(bf16=True, tied=True)),
+    "bf16 tied pp2 distributed": (2, Shape(bf16=True, tied=True, pp=2, distributed=True, padded_vocab=51)),
     "sgd": (1, Shape(optimizer="sgd")),
     "sgd tp2": (2, Shape(optimizer="sgd", tp=2)),
 }
@@ -37,6 +46,10 @@ PAIRS = [
     ("dp1 distributed", "dp2 distributed"), ("dp2 distributed", "dp1 distributed"), ("tp2 dp2 distributed", "dp1 distributed"),
     ("dp2 distributed", "tp2"), ("tp2", "dp2 distributed"), ("tp2 pp2", "pp2 vpp2"),
     ("bf16 tp2", "bf16"), ("bf16 dp2 distributed", "bf16"), ("bf16 tp2", "bf16 dp2 distributed"),
+    ("dp2 buckets", "tp1"), ("tp1", "dp2 buckets"), ("dp3 buckets", "dp2 buckets"), ("tp2 dp2 buckets", "dp3 buckets"),
+    ("bf16 dp2 buckets", "bf16"), ("bf16", "bf16 dp2 buckets"), ("bf16 dp3 buckets", "bf16 dp2 buckets"),
+    ("tied pp2 distributed", "tied"), ("tied", "tied pp2 distributed"), ("tied pp2 dp2 distributed", "tied pp2 distributed"),
+    ("bf16 tied pp2 distributed", "bf16 tied"), ("bf16 tied", "bf16 tied pp2 distributed"),
     ("tied pp2", "tied"), ("tied tp2 padded to 64", "tied pp2"), ("sgd tp2", "sgd"),
 ]  # fmt: skip
 
@@ -53,6 +66,8 @@ def save_once(rank, world, shape, folder):
     run = start(shape)
     run.train(STEPS_BEFORE)
     save(run, folder)
+    early = [bucket for model in run.models for buffer in model.buffers for bucket in buffer.buckets[:-1]]
+    return any(bucket.grad_data.numel() > bucket.numel_unpadded for bucket in early)
 
 
 def resumed(rank, world, shape, folder):
@@ -83,7 +98,9 @@ def saved(tmp_path_factory):
     def of(name):
         if name not in known:
             known[name] = tmp_path_factory.mktemp(name.replace(" ", "_"))
-            launch(SHAPES[name][0], save_once, SHAPES[name][1], known[name])
+            world, shape = SHAPES[name]
+            padded_between_buckets = any(launch(world, save_once, shape, known[name]))
+            assert padded_between_buckets == (shape.distributed and (shape.bucket_size is not None or shape.tied)), "what it is here for"
         return known[name]
 
     return of
@@ -111,7 +128,7 @@ def unbroken_with_draws(rank, world, shape, folder):
 
 def resumed_with_draws(rank, world, shape, folder):
     run = start(shape)
-    state = load(run, folder, strict_rng=True)
+    state = load(run, folder)
     drawn = draws()
     run.train(STEPS_AFTER)
     return globals_of(run), drawn, state.rng_restored
@@ -132,15 +149,15 @@ def test_the_same_topology_continues_bit_for_bit_with_every_ranks_generators(nam
 def test_another_topology_draws_new_numbers_and_says_so(saved):
     folder = saved("tp2")
 
-    def job(rank, world, strict):
+    def job(rank, world):
         run = start(Shape())
         fresh = draws()
-        load(run, folder, strict_rng=strict)
+        load(run, folder)
         return fresh, draws(), draws()
 
-    fresh, first, second = launch(1, job, "auto")[0]
+    fresh, first, second = launch(1, job)[0]
     assert len({*fresh, *first, *second}) == 12
-    assert launch(1, job, "auto")[0][1] == first  # and they are a function of seed and iteration
+    assert launch(1, job)[0][1] == first  # and they are a function of seed and iteration
     tp1 = saved("tp1")
 
     def on_two_tensor_parallel_ranks(rank, world):
@@ -149,29 +166,6 @@ def test_another_topology_draws_new_numbers_and_says_so(saved):
 
     (default_0, parallel_0, *_), (default_1, parallel_1, *_) = launch(2, on_two_tensor_parallel_ranks)
     assert default_0 == default_1 and parallel_0 != parallel_1  # as Megatron wants the generators of a tensor-parallel group
-    with pytest.raises(AssertionError, match="(?s)cannot be restored on another topology.*tensor 2.*tensor 1"):
-        launch(1, job, True)
-
-
-def test_sharded_optimizer_state_loads_on_the_same_model_parallelism_only(tmp_path, reference):
-    def save_sharded(rank, world):
-        run = start(Shape(distributed=True))
-        run.train(STEPS_BEFORE)
-        save(run, tmp_path, fully_reshardable=False)
-
-    def resume(rank, world, shape):
-        run = start(shape)
-        load(run, tmp_path)
-        run.train(STEPS_AFTER)
-        return globals_of(run)
-
-    launch(2, save_sharded)
-    assert_same(reference(Shape())[1], everything(launch(2, resume, Shape(distributed=True))))
-    assert_same(reference(Shape())[1], launch(1, resume, Shape(distributed=True))[0])
-    with pytest.raises(AssertionError, match="(?s)only be loaded under the same model parallelism.*fully_reshardable"):
-        launch(2, resume, Shape(distributed=True, tp=2))
-    with pytest.raises(AssertionError, match="(?s)saved by a distributed optimizer.*this is a float32 one"):
-        launch(1, resume, Shape())
 
 
 def test_a_step_counter_shared_by_all_parameters_is_caught(tmp_path, saved, reference, monkeypatch):
