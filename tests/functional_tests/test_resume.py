@@ -4,6 +4,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from training_run import flags, heavy_tailed_lengths, losses, start, train, write_corpus  # noqa: E402
+
+from megatron_dyn.training.loop import Trainer  # noqa: E402
 
 STEPS = 14
 # Two epochs of 54 training documents (the last step of the first is short), dropout on, every generator in use.
@@ -31,14 +34,30 @@ def unbroken(corpus, tmp_path_factory) -> dict[int, float]:
     return found
 
 
+def hold_after(monkeypatch, iteration: int, secs: float) -> None:
+    """Have every rank of the next run wait after an iteration, so that what is done to it comes then on any machine."""
+    iterate = Trainer._iterate
+
+    def held(self, stop):
+        stopped = iterate(self, stop)
+        if self.iteration == iteration and not stopped:
+            time.sleep(secs)
+        return stopped
+
+    monkeypatch.setattr(Trainer, "_iterate", held)
+
+
 @pytest.mark.parametrize("changes", [{}, {"prefetch_steps": 0}, {"prefetch_steps": 5}], ids=["same", "no prefetch", "deeper prefetch"])
-def test_killed_at_a_random_step_the_losses_go_on_bit_for_bit(corpus, unbroken, tmp_path, changes):
-    victim = int(np.random.default_rng(len(str(changes))).integers(4, STEPS - 2))
+def test_killed_at_a_random_step_the_losses_go_on_bit_for_bit(corpus, unbroken, tmp_path, monkeypatch, changes):
+    victim = int(np.random.default_rng().integers(4, STEPS))
+    print(f"killed after iteration {victim}")
     busy = flags(corpus, run_dir=tmp_path, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", **BUSY)
-    ranks = start(2, busy, tmp_path)
-    ranks.wait_for_iteration(tmp_path, victim)
-    ranks.kill()
-    assert len(losses(tmp_path)) < STEPS, "the run ended before it was killed"
+    with monkeypatch.context() as first_run:
+        hold_after(first_run, victim, 300)
+        ranks = start(2, busy, tmp_path)
+        ranks.wait_for_iteration(tmp_path, victim)
+        ranks.kill()
+    assert len(losses(tmp_path)) == victim
 
     resumed = flags(corpus, run_dir=tmp_path, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", **BUSY | changes)
     output = train(2, resumed, tmp_path).output(0)
@@ -58,15 +77,16 @@ def test_a_resume_that_forgets_its_generators_is_noticed(corpus, unbroken, tmp_p
     assert found[6] == unbroken[6] and found != unbroken
 
 
-def test_sigterm_saves_and_leaves_with_status_0(corpus, unbroken, tmp_path):
+def test_sigterm_saves_and_leaves_with_status_0(corpus, unbroken, tmp_path, monkeypatch):
     busy = flags(corpus, run_dir=tmp_path, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", **BUSY | dict(save_interval=1000))
-    ranks = start(2, busy, tmp_path)
-    ranks.wait_for_iteration(tmp_path, 4)
-    os.kill(ranks.processes[1].pid, signal.SIGTERM)  # one rank is told; all of them stop after the same step
-    assert ranks.wait() == [0, 0], ranks.output()
-    done = len(losses(tmp_path))
-    assert 4 <= done < STEPS
-    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == str(done)
+    with monkeypatch.context() as first_run:
+        hold_after(first_run, 4, 5)
+        ranks = start(2, busy, tmp_path)
+        ranks.wait_for_iteration(tmp_path, 4)
+        os.kill(ranks.processes[1].pid, signal.SIGTERM)  # one rank is told; all of them stop after the same step
+        assert ranks.wait() == [0, 0], ranks.output()
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     train(2, busy, tmp_path)
     assert losses(tmp_path) == unbroken
 
