@@ -18,8 +18,9 @@ from pathlib import Path
 import yaml
 
 from megatron_dyn.training import config as settings
-from megatron_dyn.training.config import ConfigError, RunConfig
-from megatron_dyn.training.model import ModelConfig
+from megatron_dyn.training.config import ConfigError
+from megatron_dyn.training.model_config import ModelConfig
+from megatron_dyn.training.run_config import RunConfig
 
 SECTIONS: dict[str, tuple[str, type]] = {
     "model": ("model", ModelConfig),

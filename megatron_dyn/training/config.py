@@ -7,20 +7,18 @@ Megatron-LM's wherever it has one. Every check here is a pure function of the se
 ranks refuse a bad run with the same words before any process group exists.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_dyn.pipeline.schedule import check_schedule, microbatch_multiple
-from megatron_dyn.planning import PlanConfig, alignment_for
-from megatron_dyn.training.model import ModelConfig, check_model_parallel
+from megatron_dyn.pipeline.schedule import check_schedule
 
 
 class ConfigError(ValueError):
     """A run's settings are wrong or contradict each other; nothing has been started."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise ConfigError with the message unless the condition holds."""
     if not condition:
         raise ConfigError(message)
 
@@ -58,12 +56,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: it must be at least 1")
+            require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.num_virtual_stages_per_pipeline_rank == 1:
             self.num_virtual_stages_per_pipeline_rank = None
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False  # as Megatron-LM: nothing to divide
-        _require(
+        require(
             not self.overlap_param_gather or (self.use_distributed_optimizer and self.overlap_grad_reduce),
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce: "
             "without them no parameter is gathered at all",
@@ -94,7 +92,7 @@ class ParallelConfig:
         Raises:
             ConfigError: The ranks cannot be divided into whole copies.
         """
-        _require(
+        require(
             world_size % self.model_parallel_size == 0,
             f"a world of {world_size} cannot hold whole copies of a model that takes TP {self.tensor_model_parallel_size} x PP "
             f"{self.pipeline_model_parallel_size} = {self.model_parallel_size} ranks: start a multiple of "
@@ -144,22 +142,22 @@ class DataConfig:
     """Steps whose plan and tensors are made ahead in the background."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.data_path), "no --data-path: give the prefix of a .bin/.idx pair (python -m megatron_dyn preprocess writes one)")
-        _require(
+        require(bool(self.data_path), "no --data-path: give the prefix of a .bin/.idx pair (python -m megatron_dyn preprocess writes one)")
+        require(
             self.max_tokens_per_microbatch is not None,
             "no --max-tokens-per-microbatch: it is the token budget B of a packed microbatch (what fits into memory, e.g. 8192)",
         )
-        _require(
+        require(
             (self.global_batch_size is None) != (self.global_batch_tokens is None),
             "exactly one of --global-batch-size (documents a step) and --global-batch-tokens is needed, "
             f"not {'both' if self.global_batch_size is not None else 'neither'}",
         )
-        _require(
+        require(
             self.tokenizer_model is not None or self.vocab_size is not None,
             "neither --tokenizer-model nor --vocab-size: the embedding's size would be a guess",
         )
-        _require(self.vocab_size is None or self.vocab_size >= 1, f"--vocab-size is {self.vocab_size}: it must be at least 1")
-        _require(self.prefetch_steps >= 0, f"--prefetch-steps is {self.prefetch_steps}: it must be at least 0")
+        require(self.vocab_size is None or self.vocab_size >= 1, f"--vocab-size is {self.vocab_size}: it must be at least 1")
+        require(self.prefetch_steps >= 0, f"--prefetch-steps is {self.prefetch_steps}: it must be at least 0")
 
 
 @dataclass(kw_only=True)
@@ -215,30 +213,30 @@ class OptimizerSettings:
     """Largest norm of the whole gradient (0: no clipping)."""
 
     def __post_init__(self) -> None:
-        _require(self.lr is not None, "no --lr: the highest learning rate is needed")
-        _require(self.lr > 0.0, f"--lr is {self.lr}: it must be above 0")
-        _require(0.0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
-        _require(0.0 <= self.lr_warmup_init <= self.lr, f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}")
-        _require(
+        require(self.lr is not None, "no --lr: the highest learning rate is needed")
+        require(self.lr > 0.0, f"--lr is {self.lr}: it must be above 0")
+        require(0.0 <= self.min_lr <= self.lr, f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+        require(0.0 <= self.lr_warmup_init <= self.lr, f"--lr-warmup-init {self.lr_warmup_init} must lie between 0 and --lr {self.lr}")
+        require(
             not (self.lr_warmup_iters and self.lr_warmup_fraction is not None),
             "--lr-warmup-iters and --lr-warmup-fraction contradict each other: give one",
         )
-        _require(
+        require(
             (self.lr_decay_style == "WSD") == (self.lr_wsd_decay_iters is not None),
             "--lr-wsd-decay-iters belongs to --lr-decay-style WSD, and WSD needs it",
         )
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-            _require(0.0 <= getattr(self, name) < 1.0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 0 and below 1")
-        _require(self.adam_eps > 0.0, f"--adam-eps is {self.adam_eps}: it must be above 0")
-        _require(
+            require(0.0 <= getattr(self, name) < 1.0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 0 and below 1")
+        require(self.adam_eps > 0.0, f"--adam-eps is {self.adam_eps}: it must be above 0")
+        require(
             self.lr_warmup_fraction is None or 0.0 <= self.lr_warmup_fraction < 1.0,
             f"--lr-warmup-fraction is {self.lr_warmup_fraction}: a share of the decay's steps, at least 0 and below 1",
         )
         for name in ("lr_decay_iters", "lr_wsd_decay_iters"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: it must be at least 1")
+            require(value is None or value >= 1, f"--{name.replace('_', '-')} is {value}: it must be at least 1")
         for name in ("weight_decay", "clip_grad", "lr_warmup_iters"):
-            _require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must not be negative")
+            require(getattr(self, name) >= 0, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must not be negative")
 
 
 @dataclass(kw_only=True)
@@ -267,12 +265,12 @@ class TrainingConfig:
     """Save and exit 0 after an iteration that this number divides."""
 
     def __post_init__(self) -> None:
-        _require(self.train_iters is not None, "no --train-iters: the number of optimizer steps is needed")
-        _require(self.train_iters >= 1, f"--train-iters is {self.train_iters}: it must be at least 1")
-        _require(self.eval_interval is None or self.eval_interval >= 1, f"--eval-interval is {self.eval_interval}: it must be at least 1")
-        _require(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: it must be at least 0")
-        _require(self.exit_interval is None or self.exit_interval >= 1, f"--exit-interval is {self.exit_interval}: it must be at least 1")
-        _require(self.seed >= 0, f"--seed is {self.seed}: it must not be negative")
+        require(self.train_iters is not None, "no --train-iters: the number of optimizer steps is needed")
+        require(self.train_iters >= 1, f"--train-iters is {self.train_iters}: it must be at least 1")
+        require(self.eval_interval is None or self.eval_interval >= 1, f"--eval-interval is {self.eval_interval}: it must be at least 1")
+        require(self.eval_iters >= 0, f"--eval-iters is {self.eval_iters}: it must be at least 0")
+        require(self.exit_interval is None or self.exit_interval >= 1, f"--exit-interval is {self.exit_interval}: it must be at least 1")
+        require(self.seed >= 0, f"--seed is {self.seed}: it must not be negative")
 
 
 @dataclass(kw_only=True)
@@ -292,9 +290,9 @@ class CheckpointConfig:
     """Complete checkpoints to keep; older ones are removed after a newer one is complete (none: keep all)."""
 
     def __post_init__(self) -> None:
-        _require(self.save_interval is None or self.save is not None, "--save-interval without --save: nothing would be saved")
-        _require(self.save_interval is None or self.save_interval >= 1, f"--save-interval is {self.save_interval}: it must be at least 1")
-        _require(self.keep_last is None or self.keep_last >= 1, f"--keep-last is {self.keep_last}: it must be at least 1")
+        require(self.save_interval is None or self.save is not None, "--save-interval without --save: nothing would be saved")
+        require(self.save_interval is None or self.save_interval >= 1, f"--save-interval is {self.save_interval}: it must be at least 1")
+        require(self.keep_last is None or self.keep_last >= 1, f"--keep-last is {self.keep_last}: it must be at least 1")
 
 
 @dataclass(kw_only=True)
@@ -311,96 +309,4 @@ class LoggingConfig:
     """Write TensorBoard events into the run's folder."""
 
     def __post_init__(self) -> None:
-        _require(self.log_interval >= 1, f"--log-interval is {self.log_interval}: it must be at least 1")
-
-
-@dataclass(kw_only=True)
-class RunConfig:
-    """One training run."""
-
-    model: ModelConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    optimizer: OptimizerSettings
-    training: TrainingConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-
-    def __post_init__(self) -> None:
-        model, parallel, training = self.model, self.parallel, self.training
-        decay = self.optimizer.lr_decay_iters or training.train_iters
-        warmup = self.lr_warmup_iters
-        _require(
-            warmup < decay,
-            f"a warmup of {warmup} steps leaves nothing of the {decay} steps of the learning rate's schedule: shorten it",
-        )
-        annealing = self.optimizer.lr_wsd_decay_iters
-        _require(
-            annealing is None or warmup + annealing <= decay,
-            f"warmup ({warmup}) and annealing (--lr-wsd-decay-iters {annealing}) do not fit into the {decay} steps of the schedule",
-        )
-        _require(
-            self.optimizer.optimizer == "adam" or not parallel.use_distributed_optimizer,
-            f"--optimizer {self.optimizer.optimizer} with --use-distributed-optimizer: Megatron-Core distributes Adam only; leave one out",
-        )
-        try:
-            check_model_parallel(model, parallel)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        longest = self.plan_config(data_parallel_size=1).capacity
-        _require(
-            model.position_embedding_type != "learned_absolute" or model.max_position_embeddings >= longest,
-            f"learned positions end at --max-position-embeddings {model.max_position_embeddings}, but a microbatch may hold one "
-            f"document of {longest} tokens: positions would run past the table; raise it, use rope, or lower --max-tokens-per-microbatch",
-        )
-
-    @property
-    def precision(self) -> str:
-        """'bf16' or 'fp32'."""
-        return "bf16" if self.training.bf16 else "fp32"
-
-    @property
-    def lr_warmup_iters(self) -> int:
-        """Steps of warmup, however they were given."""
-        decay = self.optimizer.lr_decay_iters or self.training.train_iters
-        if self.optimizer.lr_warmup_fraction is not None:
-            return int(self.optimizer.lr_warmup_fraction * decay)
-        return self.optimizer.lr_warmup_iters
-
-    def plan_config(self, *, data_parallel_size: int, **changes) -> PlanConfig:
-        """The planner's settings: the only place where T's alignment follows from the parallel sizes.
-
-        Args:
-            data_parallel_size: Copies of the model.
-            **changes: Fields of `PlanConfig` to set otherwise (validation reads its documents in stored order).
-
-        Raises:
-            ConfigError: The settings make no plan possible.
-        """
-        settings = dict(
-            max_tokens_per_microbatch=self.data.max_tokens_per_microbatch,
-            global_batch_size=self.data.global_batch_size,
-            global_batch_tokens=self.data.global_batch_tokens,
-            data_parallel_size=data_parallel_size,
-            alignment=alignment_for(
-                tensor_parallel=self.parallel.tensor_model_parallel_size,
-                sequence_parallel=self.parallel.sequence_parallel,
-            ),
-            seed=self.training.seed,
-            oversize=self.data.oversize,
-            drop_last=self.data.drop_last,
-            max_documents_per_microbatch=self.data.max_documents_per_microbatch,
-            microbatch_multiple=microbatch_multiple(
-                self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
-            ),
-            document_order=self.data.document_order,
-            cost=self.model.cost_model(),
-        )
-        try:
-            return PlanConfig(**(settings | changes))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-    def as_dict(self) -> dict:
-        """Nested plain values, e.g. for a checkpoint's record of how it was made."""
-        return dataclasses.asdict(self)
+        require(self.log_interval >= 1, f"--log-interval is {self.log_interval}: it must be at least 1")

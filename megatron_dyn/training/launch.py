@@ -30,7 +30,7 @@ from megatron_dyn.pipeline.agreement import Agreement, AgreementError
 from megatron_dyn.planning import Planner, PlanError, TokenBudgetBatchSampler
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
-from megatron_dyn.training.config import ConfigError, RunConfig
+from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import StopRequest, initialize, world_size_from_environment
 from megatron_dyn.training.evaluate import Evaluator
 from megatron_dyn.training.folders import FolderLocks, require_continuation, require_writable
@@ -39,6 +39,7 @@ from megatron_dyn.training.metrics_file import MetricsError
 from megatron_dyn.training.model import build_model, transformer_config
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
+from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
 

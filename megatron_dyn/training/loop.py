@@ -19,11 +19,11 @@ from megatron_dyn.microbatch import StepStream
 from megatron_dyn.pipeline.agreement import Agreement, AgreementError, losing_a_rank_during
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
 from megatron_dyn.training.checkpoint import CheckpointManager
-from megatron_dyn.training.config import RunConfig
 from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.evaluate import Evaluator, agree_on_next, parameters_gathered
 from megatron_dyn.training.metrics import StepRecord
 from megatron_dyn.training.nonfinite import MOST_NONFINITE_IN_A_ROW, explain_nonfinite
+from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
 

@@ -7,7 +7,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
-from megatron_dyn.training.config import OptimizerSettings, ParallelConfig, RunConfig
+from megatron_dyn.training.config import OptimizerSettings, ParallelConfig
+from megatron_dyn.training.run_config import RunConfig
 
 
 def wrap_models(chunks: list[torch.nn.Module], config: TransformerConfig, parallel: ParallelConfig) -> list[DistributedDataParallel]:

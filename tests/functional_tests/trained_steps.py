@@ -27,11 +27,11 @@ from megatron_dyn.training.config import (
     LoggingConfig,
     OptimizerSettings,
     ParallelConfig,
-    RunConfig,
     TrainingConfig,
 )
 from megatron_dyn.training.model import ModelConfig, build_model, transformer_config
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
+from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.step import Stepper
 
 

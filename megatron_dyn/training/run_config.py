@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run's settings together, checked against each other, and the planner's settings that follow from them."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_dyn.pipeline.schedule import microbatch_multiple
+from megatron_dyn.planning import PlanConfig, alignment_for
+from megatron_dyn.training.config import (
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    LoggingConfig,
+    OptimizerSettings,
+    ParallelConfig,
+    TrainingConfig,
+    require,
+)
+from megatron_dyn.training.model_config import ModelConfig, check_model_parallel
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    optimizer: OptimizerSettings
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    def __post_init__(self) -> None:
+        model, parallel, training = self.model, self.parallel, self.training
+        decay = self.optimizer.lr_decay_iters or training.train_iters
+        warmup = self.lr_warmup_iters
+        require(
+            warmup < decay,
+            f"a warmup of {warmup} steps leaves nothing of the {decay} steps of the learning rate's schedule: shorten it",
+        )
+        annealing = self.optimizer.lr_wsd_decay_iters
+        require(
+            annealing is None or warmup + annealing <= decay,
+            f"warmup ({warmup}) and annealing (--lr-wsd-decay-iters {annealing}) do not fit into the {decay} steps of the schedule",
+        )
+        require(
+            self.optimizer.optimizer == "adam" or not parallel.use_distributed_optimizer,
+            f"--optimizer {self.optimizer.optimizer} with --use-distributed-optimizer: Megatron-Core distributes Adam only; leave one out",
+        )
+        try:
+            check_model_parallel(model, parallel)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        longest = self.plan_config(data_parallel_size=1).capacity
+        require(
+            model.position_embedding_type != "learned_absolute" or model.max_position_embeddings >= longest,
+            f"learned positions end at --max-position-embeddings {model.max_position_embeddings}, but a microbatch may hold one "
+            f"document of {longest} tokens: positions would run past the table; raise it, use rope, or lower --max-tokens-per-microbatch",
+        )
+
+    @property
+    def precision(self) -> str:
+        """'bf16' or 'fp32'."""
+        return "bf16" if self.training.bf16 else "fp32"
+
+    @property
+    def lr_warmup_iters(self) -> int:
+        """Steps of warmup, however they were given."""
+        decay = self.optimizer.lr_decay_iters or self.training.train_iters
+        if self.optimizer.lr_warmup_fraction is not None:
+            return int(self.optimizer.lr_warmup_fraction * decay)
+        return self.optimizer.lr_warmup_iters
+
+    def plan_config(self, *, data_parallel_size: int, **changes) -> PlanConfig:
+        """The planner's settings: the only place where T's alignment follows from the parallel sizes.
+
+        Args:
+            data_parallel_size: Copies of the model.
+            **changes: Fields of `PlanConfig` to set otherwise (validation reads its documents in stored order).
+
+        Raises:
+            ConfigError: The settings make no plan possible.
+        """
+        settings = dict(
+            max_tokens_per_microbatch=self.data.max_tokens_per_microbatch,
+            global_batch_size=self.data.global_batch_size,
+            global_batch_tokens=self.data.global_batch_tokens,
+            data_parallel_size=data_parallel_size,
+            alignment=alignment_for(
+                tensor_parallel=self.parallel.tensor_model_parallel_size,
+                sequence_parallel=self.parallel.sequence_parallel,
+            ),
+            seed=self.training.seed,
+            oversize=self.data.oversize,
+            drop_last=self.data.drop_last,
+            max_documents_per_microbatch=self.data.max_documents_per_microbatch,
+            microbatch_multiple=microbatch_multiple(
+                self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
+            ),
+            document_order=self.data.document_order,
+            cost=self.model.cost_model(),
+        )
+        try:
+            return PlanConfig(**(settings | changes))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def as_dict(self) -> dict:
+        """Nested plain values, e.g. for a checkpoint's record of how it was made."""
+        return dataclasses.asdict(self)
