@@ -57,7 +57,7 @@ class StopRequest:
     """Remembers that the process was asked to end (SIGTERM, or Ctrl-C once), so that the loop can save first.
 
     A scheduler sends SIGTERM and kills some time later; the loop looks once a step, and all ranks stop after the same one.
-    A second Ctrl-C interrupts at once.
+    A second Ctrl-C interrupts at once (below torchrun it arrives as SIGTERM, and the step is finished).
     """
 
     def __init__(self) -> None:

@@ -32,12 +32,24 @@ def require_writable(flag: str, folder: str | None) -> None:
 
 
 def require_continuation(checkpoint: CheckpointConfig) -> None:
-    """Refuse to write new checkpoints over those of a run that this one does not continue.
+    """Refuse to start afresh where a run was to be continued, and to write over a run that is not.
+
+    `--load` and `--save` of one folder is the pattern of a run that is started again and again: it may be empty the first time.
 
     Raises:
-        ConfigError: `--save` holds checkpoints, and `--load` does not name the same folder.
+        ConfigError: `--load` names another folder than `--save` and holds no checkpoint; or `--save` holds checkpoints, and `--load` does
+            not name the same folder.
     """
-    if checkpoint.save is None or (checkpoint.load is not None and Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()):
+    load, save = (None if folder is None else Path(folder).resolve() for folder in (checkpoint.load, checkpoint.save))
+    if load is not None and load == save:
+        return
+    if load is not None and not (load / _TRACKER).is_file():
+        above = f" (it is one iteration; name the folder above it: {load.parent})" if (load.parent / _TRACKER).is_file() else ""
+        raise ConfigError(
+            f"--load {checkpoint.load} holds no checkpoint{above}: the run would start from scratch. Name the folder that holds "
+            f"{_TRACKER}, leave --load out, or give --save the same folder to begin a run that continues from there"
+        )
+    if save is None:
         return
     with contextlib.suppress(OSError):
         latest = (Path(checkpoint.save) / _TRACKER).read_text(encoding="utf-8").strip()

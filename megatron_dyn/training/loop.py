@@ -74,7 +74,7 @@ class Trainer:
         self.consumed_tokens = progress["consumed_tokens"]
         self.consumed_documents = progress["consumed_documents"]
         self._saved_iteration = self.iteration
-        self._evaluated_iteration = -1
+        self._evaluated_iteration = self.iteration or None  # what is resumed was evaluated before it was saved
         self._nonfinite_in_a_row = 0
         self._stream = StepStream(
             sampler,
@@ -137,7 +137,7 @@ class Trainer:
             self._nonfinite_in_a_row = 0 if outcome.updated else self._nonfinite_in_a_row + 1
             if not outcome.updated:
                 gives_up = self._nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW
-                policy = "stop" if gives_up else self.run.training.on_nan
+                policy = "give up" if gives_up else self.run.training.on_nan
                 self.log.warning(explain_nonfinite(iteration, outcome, self.stepper, plan, microbatches, self.corpus, policy))
         device.synchronize()
         self.iteration = iteration

@@ -40,13 +40,13 @@ def explain_nonfinite(
         plan: The step's plan.
         microbatches: This rank's.
         corpus: Names the documents.
-        policy: "stop" raises, "skip" returns the message.
+        policy: "stop" raises, "skip" returns the message, "give up" raises after too many skips.
 
     Returns:
         The message, equal on every rank.
 
     Raises:
-        NonFiniteError: With the same message, if the policy is to stop.
+        NonFiniteError: With the same message, unless the policy is to skip.
     """
     loss_is_bad = outcome.loss.bad_microbatches > 0
     positions = stepper.bad_positions if loss_is_bad else stepper.find_bad_gradients(microbatches)
@@ -67,6 +67,11 @@ def explain_nonfinite(
         places.append("that is all of them, so it is the weights or the learning rate rather than a document")
     where = "; ".join(places) or "no single microbatch gives it alone (a sum over microbatches overflowed)"
     message = f"iteration {iteration}: {what}, from {where}. The weights are those of iteration {iteration - 1}."
+    if policy == "give up":
+        raise NonFiniteError(
+            f"{message} It is step {MOST_NONFINITE_IN_A_ROW} in a row that is not finite: the weights are spoilt. Lower --lr, and go on "
+            "from a checkpoint before the first of them"
+        )
     if policy == "stop":
         raise NonFiniteError(
             f"{message} Look at these documents or lower --lr, and go on from the last checkpoint; --on-nan skip leaves such steps out, "

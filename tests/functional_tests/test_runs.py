@@ -120,7 +120,8 @@ def test_case_20_documents_that_drop_last_leaves_out_are_counted(corpus, tmp_pat
 
 
 def test_the_log_states_the_capacity_and_an_empty_load_folder(corpus, tmp_path):
-    settings = dict(max_tokens_per_microbatch=95, tensor_model_parallel_size=2, sequence_parallel=True, train_iters=1, load=tmp_path / "none")
+    folder = tmp_path / "none"
+    settings = dict(max_tokens_per_microbatch=95, tensor_model_parallel_size=2, sequence_parallel=True, train_iters=1, load=folder, save=folder)
     output = train(2, flags(corpus, run_dir=tmp_path, **settings), tmp_path).output(0)
     assert "capacity      96 tokens (95 rounded up to a multiple of 2)" in output
     assert "no checkpoint in" in output and "starting from iteration 0" in output
@@ -144,6 +145,7 @@ def test_weights_beyond_repair_stop_a_run_that_skips(corpus, tmp_path):
     settings = dict(lr=1e30, clip_grad=0, on_nan="skip", train_iters=40, eval_iters=0, save=tmp_path / "ck", save_interval=5)
     output = train(1, flags(corpus, run_dir=tmp_path, **settings), tmp_path, status=1).output(0)
     assert "it is the weights or the learning rate rather than a document" in output
+    assert "step 10 in a row that is not finite: the weights are spoilt" in output
     assert "not saved after iteration 5" in output and len(losses(tmp_path)) < 15
 
 
@@ -177,5 +179,10 @@ def test_checkpoints_of_another_run_are_not_buried(corpus, tmp_path):
     train(1, flags(corpus, run_dir=tmp_path, save=tmp_path / "ck", train_iters=3), tmp_path)
     again = train(1, flags(corpus, run_dir=tmp_path, save=tmp_path / "ck", train_iters=2), tmp_path, status=2)
     assert "holds iteration 3 of an earlier run" in again.output()
+    records = (tmp_path / "metrics.jsonl").read_bytes()
     done = train(1, flags(corpus, run_dir=tmp_path, save=tmp_path / "ck", load=tmp_path / "ck", train_iters=3), tmp_path)
     assert "nothing to train" in done.output()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == records
+    for wrong, hint in (("typo", "holds no checkpoint:"), ("ck/iter_0000003", f"name the folder above it: {tmp_path}/ck")):
+        mistaken = train(1, flags(corpus, run_dir=tmp_path, load=tmp_path / wrong, train_iters=4), tmp_path, status=2)
+        assert hint in mistaken.output() and "would start from scratch" in mistaken.output()
