@@ -20,6 +20,10 @@ class AgreementError(RuntimeError):
     """Ranks hold different plans for a step, or one of them failed; raised on every rank, before the step starts."""
 
 
+class LostRankError(AgreementError):
+    """A rank is gone, so nothing that needs all of them (such as saving) can be done any more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
     """What the ranks found out together."""
@@ -63,7 +67,7 @@ class Agreement:
         try:
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as lost:
-            raise AgreementError(
+            raise LostRankError(
                 f"a rank was lost while the ranks agreed on {what}: {lost}. Nothing of it was computed; the last checkpoint is intact"
             ) from (error or lost)
         failed, stop = (bool(flag) for flag in message[-2:])
@@ -90,7 +94,7 @@ def losing_a_rank_during(what: str) -> Iterator[None]:
     """Say what it means when a collective inside fails because another rank is gone.
 
     Raises:
-        AgreementError: In place of the backend's RuntimeError about a connection or a time-out.
+        LostRankError: In place of the backend's RuntimeError about a connection or a time-out.
     """
     try:
         yield
@@ -99,7 +103,7 @@ def losing_a_rank_during(what: str) -> Iterator[None]:
         if not any(sign in str(error).lower() for sign in signs):
             raise
         first_line = str(error).splitlines()[0]
-        raise AgreementError(
+        raise LostRankError(
             f"a rank was lost during {what}: {first_line}. Look for the first rank that failed; its update was not made, and the last "
             "checkpoint is intact"
         ) from error

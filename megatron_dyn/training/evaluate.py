@@ -14,7 +14,7 @@ import torch
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus
 from megatron_dyn.microbatch import PackedMicrobatch, StepStream
-from megatron_dyn.pipeline.agreement import Agreement
+from megatron_dyn.pipeline.agreement import Agreement, losing_a_rank_during
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
 from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.step import Stepper
@@ -101,7 +101,8 @@ class Evaluator:
                     if agreed is None:
                         return None
                     plan, microbatches = agreed
-                    loss, _ = stepper.forward_backward(microbatches, forward_only=True)
+                    with losing_a_rank_during(f"step {step + 1} of the evaluation"):
+                        loss, _ = stepper.forward_backward(microbatches, forward_only=True)
                     total += loss.total
                     tokens += loss.tokens
                     documents += plan.num_documents

@@ -154,7 +154,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     models = wrap_models(chunks, config, run.parallel)
     optimizer, scheduler = build_optimizer(run, models)
     sampler = TokenBudgetBatchSampler(inputs.planner, data_parallel_rank=rank)
-    progress = {"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0}
+    progress = {"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0, "evaluated_iteration": None}
 
     manager = None
     resumed = ""
@@ -164,7 +164,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         )
         state = manager.load(models=models, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
         if state is not None:
-            progress = {"iteration": state.iteration, **{name: state.extra[name] for name in ("consumed_tokens", "consumed_documents")}}
+            progress = {"iteration": state.iteration, **{name: state.extra[name] for name in progress if name != "iteration"}}
             resumed = f"continued from iteration {state.iteration} of {run.checkpoint.load}"
         elif run.checkpoint.load:
             resumed = f"no checkpoint in {run.checkpoint.load}: starting from iteration 0"

@@ -16,7 +16,7 @@ import torch
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus
 from megatron_dyn.microbatch import StepStream
-from megatron_dyn.pipeline.agreement import Agreement, AgreementError, losing_a_rank_during
+from megatron_dyn.pipeline.agreement import Agreement, AgreementError, LostRankError, losing_a_rank_during
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
 from megatron_dyn.training.checkpoint import CheckpointManager
 from megatron_dyn.training.distributed import StopRequest
@@ -43,7 +43,8 @@ class Trainer:
         log: What is shown and written.
         data_parallel_rank: This rank's part of each step.
         pad_token_id: Token id of padding rows.
-        progress: Counters of an earlier run that this one continues (`iteration`, `consumed_tokens`, `consumed_documents`).
+        progress: Counters of an earlier run that this one continues (`iteration`, `consumed_tokens`, `consumed_documents`,
+            and `evaluated_iteration`, the last one whose evaluation was finished).
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Trainer:
         self.consumed_tokens = progress["consumed_tokens"]
         self.consumed_documents = progress["consumed_documents"]
         self._saved_iteration = self.iteration
-        self._evaluated_iteration = self.iteration or None  # what is resumed was evaluated before it was saved
+        self._evaluated_iteration = progress.get("evaluated_iteration")
         self._nonfinite_in_a_row = 0
         self._stream = StepStream(
             sampler,
@@ -168,6 +169,8 @@ class Trainer:
             return
         try:
             result = self.evaluator.evaluate(self.stepper, stop)
+        except LostRankError:
+            raise
         except AgreementError:  # raised on every rank: the steps done are worth keeping
             self._save()
             raise
@@ -197,6 +200,7 @@ class Trainer:
                 extra={
                     "consumed_tokens": self.consumed_tokens,
                     "consumed_documents": self.consumed_documents,
+                    "evaluated_iteration": self._evaluated_iteration,
                     "run": self.run.as_dict(),
                 },
             )

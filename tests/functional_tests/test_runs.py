@@ -156,10 +156,28 @@ def test_sigterm_while_evaluating_saves_the_steps_done(corpus, tmp_path, monkeyp
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(self, stepper, stop)
 
-    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
-    train(2, flags(corpus, run_dir=tmp_path, save=tmp_path / "ck"), tmp_path)
+    settings = dict(save=tmp_path / "ck", load=tmp_path / "ck")
+    with monkeypatch.context() as first_run:
+        first_run.setattr(Evaluator, "evaluate", interrupted)
+        train(2, flags(corpus, run_dir=tmp_path, **settings, train_iters=6), tmp_path)
     assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
     assert not read_metrics(tmp_path).validations
+    train(2, flags(corpus, run_dir=tmp_path, **settings, train_iters=6), tmp_path)
+    assert [record["iteration"] for record in read_metrics(tmp_path).validations] == [6], "the interrupted evaluation is made up for"
+
+
+def test_a_rank_lost_in_an_evaluation_is_told_and_nothing_is_attempted_together(corpus, tmp_path, monkeypatch):
+    build = stream_module.build_microbatch
+
+    def dies_on_validation(plan, corpus, **named):
+        if on_rank_1() and len(corpus) < 54:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return build(plan, corpus, **named)
+
+    monkeypatch.setattr(stream_module, "build_microbatch", dies_on_validation)
+    ranks = start(2, flags(corpus, run_dir=tmp_path, save=tmp_path / "ck"), tmp_path)
+    assert ranks.wait(60) == [1, -signal.SIGKILL]
+    assert "LostRankError: a rank was lost" in ranks.output(0) and "CheckpointError" not in ranks.output(0)
 
 
 def test_two_runs_do_not_share_a_folder(corpus, tmp_path):
