@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process's communicators: made once at capacity, found by the layers, destroyed on purpose."""
+
+from typing import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_dyn.userbuffers.communicator import Communicator
+from megatron_dyn.userbuffers.manager import LAYOUT_FENCES, LayoutFence, UserBuffers
+from megatron_dyn.userbuffers.quantization import quantization_modes as known_modes
+from megatron_dyn.userbuffers.shape import FP8_LOCAL_ROWS, check_active_shape
+
+_manager: UserBuffers | None = None
+
+
+class NotInitializedError(RuntimeError):
+    """There are no communicators yet, or there are some already."""
+
+
+def initialize_ub(
+    shape: Sequence[int],
+    tp_size: int,
+    quantization_modes: Sequence[object] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Mapping[str, Mapping] | Sequence[Mapping[str, Mapping] | None] | None = None,
+    bootstrap_backend: str | None = None,
+    backend: str = "auto",
+    *,
+    layout_fence: LayoutFence = "auto",
+    fp8_local_rows: int = FP8_LOCAL_ROWS,
+    with_cublasmp: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+) -> UserBuffers:
+    """Allocate and register all communicators at their capacity. A collective of all ranks of the job.
+
+    Args:
+        shape: [max_tokens, hidden], in rows and elements: the largest microbatch there will be.
+        tp_size: ranks of a tensor-parallel group; groups are consecutive global ranks.
+        quantization_modes: a set of communicators for each, see `UserBufferQuantizationMode` (Transformer Engine's enum works too).
+        dtype: of what is not FP8.
+        ub_cfgs: what differs from the default overlap, by communicator name; or one such table for each quantization mode.
+        bootstrap_backend: "gloo", "nccl" or "mpi", for the exchange of handles while registering ("te" only).
+        backend: "te" (Transformer Engine's UserBuffers), "reference" (torch.distributed) or "auto": te where it works.
+        layout_fence: see `manager.UserBuffers`.
+        fp8_local_rows: T / tp must be a multiple of it where buffers carry FP8: 16, or 128 for MXFP8.
+        with_cublasmp: let Transformer Engine make its communicators with cuBLASMp, which takes sizes from its operands.
+        tp_group: this rank's tensor-parallel group, for the reference backend and for fences ("te" makes its own for the
+            registration); by default Megatron's, or all ranks when there are ``tp_size`` of them.
+    Returns:
+        the manager; also found with `current()`.
+    Raises:
+        NotInitializedError: they are initialised already.
+        ActiveShapeError: the capacity is not a shape that buffers can have.
+        OverlapConfigError: a table that cannot work.
+        ValueError: an unknown backend or mode, or one that does not work here, with the reason.
+    """
+    global _manager
+    if _manager is not None:
+        raise NotInitializedError(
+            f"UserBuffers are initialised already, for {get_ub_capacity_shape()}: a second registration would leave the layers with buffers "
+            "of another size. Call destroy_ub() first."
+        )
+    if layout_fence not in LAYOUT_FENCES:
+        raise ValueError(f"layout fence {layout_fence!r} is not known: use one of {', '.join(LAYOUT_FENCES)}.")
+    modes = known_modes(quantization_modes)
+    shape = tuple(shape)
+    local_rows = fp8_local_rows if any(mode.value == "fp8" for mode in modes) else 1
+    # A capacity is an active shape like any other: T = capacity has to work.
+    check_active_shape(shape, capacity=shape if len(shape) == 2 else (0, 0), tp_size=tp_size, local_rows=local_rows, name="the capacity")
+    tables = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    if len(tables) != len(modes):
+        raise ValueError(f"{len(tables)} tables in ub_cfgs for {len(modes)} quantization modes: give one for each, or one for all.")
+    from megatron_dyn.userbuffers.choice import choose_backend
+
+    chosen, reason = choose_backend(backend)
+    arguments = dict(tp_size=tp_size, modes=modes, dtype=dtype, tables=tables, local_rows=fp8_local_rows, tp_group=_group(tp_group, tp_size))
+    if chosen == "te":
+        from megatron_dyn.userbuffers.te_backend import TransformerEngineBackend
+
+        made = TransformerEngineBackend(shape, **arguments, bootstrap_backend=bootstrap_backend, with_cublasmp=with_cublasmp)
+    else:
+        from megatron_dyn.userbuffers.reference import ReferenceBackend
+
+        made = ReferenceBackend(shape, **arguments)
+    _manager = UserBuffers(made, layout_fence=layout_fence, reason=reason)
+    return _manager
+
+
+def is_ub_initialized() -> bool:
+    """Whether there are communicators."""
+    return _manager is not None
+
+
+def current() -> UserBuffers:
+    """The manager of this process.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _manager is None:
+        raise NotInitializedError(
+            "UserBuffers are not initialised: layers with communication overlap have no buffer to exchange through. Call "
+            "initialize_ub([max_tokens, hidden], tp_size) on every rank before the first forward."
+        )
+    return _manager
+
+
+def set_ub_active_shape(shape: Sequence[int]) -> None:
+    """Use the first [T, hidden] of every buffer from now on. See `UserBuffers.set_active_shape`."""
+    manager = _manager
+    if manager is not None and shape == manager._active:
+        return
+    current().set_active_shape(shape)
+
+
+def get_ub_active_shape() -> list[int]:
+    """[T, hidden] set last for all communicators."""
+    return current().active_shape
+
+
+def get_ub_capacity_shape() -> list[int]:
+    """[max_tokens, hidden] for which the buffers were registered."""
+    return list(current().capacity)
+
+
+def get_ub(name: str, use_fp8: bool = False) -> Communicator:
+    """A communicator by name, such as "qkv_fprop".
+
+    Raises:
+        KeyError: there is none of that name.
+        NotInitializedError: there are none at all.
+    """
+    return current().get(name, use_fp8)
+
+
+def destroy_ub() -> None:
+    """Free all buffers (nothing when there are none). A collective of all ranks: peers must not be exchanging any more."""
+    global _manager
+    if _manager is not None:
+        manager, _manager = _manager, None
+        manager.close()
+
+
+def _group(tp_group: dist.ProcessGroup | None, tp_size: int) -> dist.ProcessGroup:
+    if tp_group is None:
+        if not dist.is_initialized():
+            raise NotInitializedError("torch.distributed is not initialised: buffers are registered with peers. Initialise it first.")
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            tp_group = parallel_state.get_tensor_model_parallel_group()
+        else:
+            tp_group = dist.group.WORLD
+    if dist.get_world_size(tp_group) != tp_size:
+        raise ValueError(
+            f"tp_size is {tp_size}, but the tensor-parallel group has {dist.get_world_size(tp_group)} ranks: exchanges would wait for ranks "
+            "that take no part. Pass the size of the group, or the group itself as tp_group."
+        )
+    return tp_group

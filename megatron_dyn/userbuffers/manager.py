@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one owner of all communicators: sets their shape together, and keeps a change of layout from racing with a slow rank.
+
+A *layer call* is one forward or one backward of a tensor-parallel layer. It uses some communicators, and it is an exchange in which every
+tensor-parallel rank waits for every other. A communicator whose layout changes between two uses is safe when another layer
+call lies between them: no rank gets past that one before all ranks have left the first use. Where none does, the change
+is fenced. docs/userbuffers.md has the argument at length.
+"""
+
+from typing import Iterable, Literal, Protocol, Sequence
+
+from megatron_dyn.userbuffers.communicator import Communicator
+from megatron_dyn.userbuffers.shape import ActiveShapeError, check_active_shape
+
+LayoutFence = Literal["auto", "always", "never"]
+LAYOUT_FENCES = ("auto", "always", "never")
+
+
+class Backend(Protocol):
+    """What makes the communicators and moves the data.
+
+    Attributes:
+        name: "te" or "reference".
+        one_sided: a rank writes into a peer's buffer, or reads from it, without the peer taking part; only then can layouts race.
+        communicators: all of them.
+    """
+
+    name: str
+    one_sided: bool
+    communicators: list[Communicator]
+
+    def set_rows(self, rows: int) -> None:
+        """Give all buffers T rows: one native call, no allocation, no synchronization."""
+
+    def set_rows_of(self, communicator: Communicator, rows: int) -> None:
+        """Give one buffer T rows."""
+
+    def fence(self) -> None:
+        """On the current stream: nothing after it starts before all tensor-parallel ranks have finished what came before it."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+
+
+class UserBuffers:
+    """All communicators of this process.
+
+    Args:
+        backend: its communicators are owned from here on.
+        layout_fence: "auto" fences a change of layout that no other exchange separates from the last use; "always" fences every
+            layer call; "never" none.
+        reason: why this backend, for the log.
+    """
+
+    def __init__(self, backend: Backend, *, layout_fence: LayoutFence = "auto", reason: str = "") -> None:
+        if layout_fence not in LAYOUT_FENCES:
+            raise ValueError(f"layout fence {layout_fence!r} is not known: use one of {', '.join(LAYOUT_FENCES)}.")
+        self.backend = backend
+        self.reason = reason
+        self.layout_fence = layout_fence
+        self.communicators = {(c.name, c.quantized): c for c in backend.communicators}
+        if not self.communicators:
+            raise ValueError("no communicator is configured: there is nothing to overlap. Leave --tp-comm-overlap out.")
+        first = backend.communicators[0]
+        self.tp_size = first.tp_size
+        self.capacity = first.capacity
+        self.local_rows = max(c.local_rows for c in backend.communicators)
+        self.fences = 0
+        self._fence_all = layout_fence == "always"
+        self._fence_changes = layout_fence == "auto" and backend.one_sided
+        self._exchange = 0
+        self._rows = self.capacity[0]
+        # What set_active_shape compares with: None while single communicators have shapes of their own.
+        self._active: list[int] | None = list(self.capacity)
+        for communicator in backend.communicators:
+            communicator._manager = self
+
+    # ---- shapes ----
+
+    def set_active_shape(self, shape: Sequence[int]) -> None:
+        """Give all communicators the shape of the microbatch that runs next.
+
+        For calls from outside the layers, whose uses of the communicators the manager cannot see: so with "auto" every change is
+        fenced. All tensor-parallel ranks have to set the same shape; one that differs hangs its peers.
+
+        Args:
+            shape: [T, hidden].
+        Raises:
+            ActiveShapeError: a shape that some communicator cannot take; all keep the old one.
+        """
+        if shape == self._active:
+            return
+        rows = self._checked(shape)
+        if rows != self._rows or self._active is None:
+            self._change(rows)
+            if self._fence_changes:
+                self.fence()
+
+    def set_shape_of(self, communicator: Communicator, shape: Sequence[int]) -> None:
+        """Give one communicator a shape of its own, until the next `set_active_shape` or layer call."""
+        rows = check_active_shape(
+            shape, capacity=communicator.capacity, tp_size=self.tp_size, local_rows=communicator.local_rows, name=communicator.name
+        )
+        if rows == communicator.rows:
+            return
+        self.backend.set_rows_of(communicator, rows)
+        communicator.rows = rows
+        self._active = None
+        if self._fence_changes:
+            self.fence()
+
+    @property
+    def active_shape(self) -> list[int]:
+        """[T, hidden] set last for all communicators."""
+        return [self._rows, self.capacity[1]]
+
+    # ---- layer calls ----
+
+    def begin(self, used: Iterable[Communicator], rows: int) -> None:
+        """Before a forward or backward of a layer: all communicators take T rows, with a fence where a rank could still be reading
+        the old layout.
+
+        Args:
+            used: the communicators of this call; empty when the layer exchanges by other means.
+            rows: T of the input that the call has at hand.
+        Raises:
+            ActiveShapeError: see `set_active_shape`.
+        """
+        if rows != self._rows or self._active is None:
+            self._change(self._checked([rows, self.capacity[1]]))
+        last = self._exchange
+        wants_fence = self._fence_all
+        for communicator in used:
+            if communicator.used_rows != rows:
+                wants_fence |= self._fence_changes and communicator.used_in == last
+                communicator.used_rows = rows
+            communicator.used_in = last + 1
+        self._exchange = last + 1
+        if wants_fence:
+            self.fence()
+            for communicator in used:
+                communicator.used_in = self._exchange
+
+    def fence(self) -> None:
+        """Order all earlier exchanges of all ranks before all later ones, on the current stream."""
+        self.backend.fence()
+        self.fences += 1
+        self._exchange += 1
+
+    # ---- life ----
+
+    def get(self, name: str, quantized: bool = False) -> Communicator:
+        """A communicator by name.
+
+        Raises:
+            KeyError: there is none; the message lists those there are.
+        """
+        try:
+            return self.communicators[name, quantized]
+        except KeyError:
+            have = ", ".join(sorted(n + (" (fp8)" if q else "") for n, q in self.communicators))
+            raise KeyError(f"no communicator {name!r}{' for FP8' if quantized else ''}; there are: {have}") from None
+
+    def close(self) -> None:
+        """Free the buffers. The communicators are of no use afterwards."""
+        self.backend.close()
+        for communicator in self.communicators.values():
+            communicator._manager = _CLOSED
+        self.communicators = {}
+
+    def _checked(self, shape: Sequence[int]) -> int:
+        return check_active_shape(shape, capacity=self.capacity, tp_size=self.tp_size, local_rows=self.local_rows)
+
+    def _change(self, rows: int) -> None:
+        self.backend.set_rows(rows)
+        for communicator in self.communicators.values():
+            communicator.rows = rows
+        self._rows = rows
+        self._active = [rows, self.capacity[1]]
+
+
+class _Closed:
+    def set_shape_of(self, communicator: Communicator, shape: Sequence[int]) -> None:
+        raise ActiveShapeError(
+            f"{communicator.name} was destroyed with destroy_ub(): its buffer is gone. Initialise again and ask for it anew."
+        )
+
+
+_CLOSED = _Closed()
