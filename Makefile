@@ -18,10 +18,10 @@ PYTEST_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow demo clean
+.PHONY: help install test test-slow test-native demo clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s  %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s  %s\n", $$1, $$2}'
 
 install: $(STAMP) ## make .venv and install the pinned CPU dependencies and this package into it
 
@@ -54,10 +54,13 @@ $(STAMP): $(PINS) pyproject.toml setup.py
 	touch $@
 
 test: install ## unit and functional tests (GPU tests are skipped, with the reason, where there is no GPU)
-	@$(RUN) -m pytest tests -m "not slow" $(PYTEST_ARGS)
+	@$(RUN) -m pytest tests -m "not slow and not native" $(PYTEST_ARGS)
 
 test-slow: install ## the tests that take long
-	@$(RUN) -m pytest tests -m slow --timeout 1800 -o faulthandler_timeout=1740 $(PYTEST_ARGS)
+	@$(RUN) -m pytest tests -m "slow and not native" --timeout 1800 -o faulthandler_timeout=1740 $(PYTEST_ARGS)
+
+test-native: install ## compile the extension against the headers of the tested Transformer Engines (downloads wheels once, half a gigabyte)
+	@$(RUN) -m pytest tests -m native $(PYTEST_ARGS)
 
 demo: install ## train a small GPT on this machine's Python standard library, two ranks, three minutes; results in $(RUN_DIR)
 	@$(RUN) examples/demo/run_demo.py --run-dir $(RUN_DIR)
