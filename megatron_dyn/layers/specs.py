@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dyn.layers.attention import ThdAttention
 from megatron_dyn.layers.norm import SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from megatron_dyn.layers.overlap import OverlapColumnParallelLinear, OverlapRowParallelLinear
 
 Backend = Literal["local", "te"]
 
@@ -22,8 +23,8 @@ def gpt_block_spec(
 
     Args:
         config: also decides the kind of norm (``normalization``) and ``qk_layernorm``.
-        backend: "local": Megatron's local linear layers with `ThdAttention` and the norms of `layers.norm`; "te":
-            Transformer Engine's modules as Megatron wires them.
+        backend: "local": Megatron's local linear layers (those of `layers.overlap` with ``tp_comm_overlap``) with `ThdAttention`
+            and the norms of `layers.norm`; "te": Transformer Engine's modules as Megatron wires them.
         vp_stage: the virtual pipeline stage; None without interleaving.
     Raises:
         ValueError: an unknown backend or normalization, or "te" without Transformer Engine.
@@ -36,22 +37,31 @@ def gpt_block_spec(
             )
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        if config.tp_comm_overlap:
+            from megatron_dyn.layers.te_overlap import with_active_shape
+
+            block = with_active_shape(block)
+        return block
     if backend != "local":
         raise ValueError(f"layer backend {backend!r} is not known: use 'local' or 'te'.")
 
     norm = norm_class(config)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    attention = layer.submodules.self_attention
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     attention = dataclasses.replace(
         attention, submodules=dataclasses.replace(attention.submodules, core_attention=ThdAttention)
     )
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    if config.tp_comm_overlap:
+        column, row = OverlapColumnParallelLinear, OverlapRowParallelLinear
+        attention.submodules.linear_qkv, attention.submodules.linear_proj = column, row
+        mlp = dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, linear_fc1=column, linear_fc2=row))
     layer = dataclasses.replace(
         layer,
         submodules=dataclasses.replace(
-            layer.submodules, input_layernorm=norm, self_attention=attention, pre_mlp_layernorm=norm
+            layer.submodules, input_layernorm=norm, self_attention=attention, pre_mlp_layernorm=norm, mlp=mlp
         ),
     )
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
