@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything about the package is said in pyproject.toml, but one thing: the extension for Transformer Engine.
 
-It is compiled here where torch and Transformer Engine are importable (``pip install --no-build-isolation``). Elsewhere, and when it does not
-compile, the package is installed without it, and it is compiled on first use.
+It is compiled here where torch and Transformer Engine are importable (``pip install --no-build-isolation``). Elsewhere, and when it does
+not compile, the package is installed without it, and it is compiled on first use.
 """
 
 import importlib.util

@@ -88,6 +88,11 @@ def device_name() -> str:
     return f"CPU {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def card_names() -> list[str]:
+    """The names of all visible cards, in the order of their indices; empty on a CPU."""
+    return [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
 # --- waiting, copying, memory ---------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 
 from megatron_dyn.device import has_gpu
 from megatron_dyn.userbuffers.native import TESTED_TE, is_tested
-from megatron_dyn.userbuffers.native_build import find_extension, installed_transformer_engine, no_transformer_engine
+from megatron_dyn.userbuffers.native_build import find_extension, installed_transformer_engine
 
 BACKENDS = ("auto", "te", "reference")
 
@@ -27,29 +27,20 @@ def choose_backend(requested: str) -> tuple[str, str]:
         raise ValueError(f"UserBuffers backend {requested!r} is not known: use one of {', '.join(BACKENDS)}.")
     if requested == "reference":
         return "reference", "asked for"
-    obstacle = _obstacle()
-    if obstacle is None:
-        return "te", _found()
-    if requested == "te":
-        raise BackendUnavailableError(f"UserBuffers backend 'te' was asked for and cannot work here: {obstacle}")
-    return "reference", obstacle
-
-
-def _obstacle() -> str | None:
-    """What keeps Transformer Engine's UserBuffers from working here."""
-    if installed_transformer_engine() is None:
-        return str(no_transformer_engine())
-    if not has_gpu():
-        return (
-            "no CUDA device is visible, and Transformer Engine's buffers live on one. Make one visible (CUDA_VISIBLE_DEVICES), or use "
-            "backend='reference', which runs on the CPU too."
-        )
-    extension = find_extension()
-    return extension.detail if extension.state == "impossible" else None
-
-
-def _found() -> str:
     engine = installed_transformer_engine()
-    extension = find_extension(engine)
-    tested = "" if is_tested(engine.version) else f", outside the tested versions {' to '.join(TESTED_TE)}: probed at start"
-    return f"Transformer Engine {engine.version}{tested}; extension {extension.state}"
+    if engine is None:
+        obstacle = "Transformer Engine is not installed"
+    elif not has_gpu():
+        obstacle = "no CUDA device is visible, and Transformer Engine's buffers live on one"
+    else:
+        extension = find_extension(engine)
+        if extension.state != "impossible":
+            tested = "" if is_tested(engine.version) else f" (outside the tested {' to '.join(TESTED_TE)}: each buffer is probed)"
+            return "te", f"Transformer Engine {engine.version}{tested}, extension {extension.state}"
+        obstacle = extension.detail.split("\n")[0].removesuffix(".")
+    if requested == "te":
+        raise BackendUnavailableError(
+            f"UserBuffers backend 'te' was asked for and cannot work here: {obstacle}. With backend='auto' or 'reference' the exchanges "
+            "run on torch.distributed; `python -m megatron_dyn env` tells what was found."
+        )
+    return "reference", obstacle

@@ -65,8 +65,8 @@ def load() -> ModuleType:
         importlib.import_module("transformer_engine.pytorch")  # its library has the symbols that the extension uses
     except Exception as error:  # whatever an installation that does not fit raises
         raise NativeBuildError(
-            f"Transformer Engine {engine.version} is installed in {engine.folder} but cannot be imported ({type(error).__name__}: {error}). "
-            "Repair it, or use backend='reference', which exchanges with torch.distributed."
+            f"Transformer Engine {engine.version} is installed in {engine.folder} but cannot be imported "
+            f"({type(error).__name__}: {error}). Repair it, or use backend='reference', which exchanges with torch.distributed."
         ) from error
     return _import(found.file, engine.version)
 
@@ -85,8 +85,8 @@ def check_layout(shapes: Any, index: int, te_comm: Any) -> None:
     if not is_tested(version) and version not in _announced:
         _announced.add(version)
         _say(
-            f"Transformer Engine {version} is outside the tested versions {' to '.join(TESTED_TE)}: the layout of each buffer is compared with "
-            "what Transformer Engine reports"
+            f"Transformer Engine {version} is outside the tested versions {' to '.join(TESTED_TE)}: the layout of each buffer is compared "
+            "with what Transformer Engine reports"
         )
     rows, _ = shapes.shape(index)
     layout = shapes.layout(index)
@@ -118,9 +118,9 @@ def _compare(layout: dict[str, Any], te_comm: Any, rows: int, version: str) -> N
     def same(what: str, here: object, there: object) -> None:
         if here != there:
             raise LayoutMismatchError(
-                f"Transformer Engine {version}: {what} of a buffer with {rows} rows for {tp_size} ranks is {there}, where {here} was expected. "
-                f"Its layout is not the one known from {' to '.join(TESTED_TE)}, so setting its shape would corrupt memory. Install a version "
-                "in that range, or use backend='reference'."
+                f"Transformer Engine {version}: {what} of a buffer with {rows} rows for {tp_size} ranks is {there}, where {here} was "
+                f"expected. Its layout is not the one known from {' to '.join(TESTED_TE)}, so setting its shape would corrupt memory. Install a "
+                "version in that range, or use backend='reference'."
             )
 
     same("the number of rows read back", rows, layout["rows"])
@@ -144,8 +144,8 @@ def _compare(layout: dict[str, Any], te_comm: Any, rows: int, version: str) -> N
 
 def _import(file: Path, te_version: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(MODULE, file)
-    module = importlib.util.module_from_spec(spec)
     try:
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
         raise NativeBuildError(
@@ -154,17 +154,17 @@ def _import(file: Path, te_version: str) -> ModuleType:
         ) from error
     if module.te_version() != te_version:
         raise NativeBuildError(
-            f"{file} was compiled for Transformer Engine {module.te_version()}, but {te_version} is installed: it would read other memory than "
-            "it means. Remove the file to have it compiled anew."
+            f"{file} was compiled for Transformer Engine {module.te_version()}, but {te_version} is installed: it would read other memory "
+            "than it means. Remove the file to have it compiled anew."
         )
     sys.modules[MODULE] = module
     return module
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release part: 2.20.2+abc -> (2, 20, 2); () when there is none, which is before all others."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+def _numbers(version: str) -> tuple[int, int, int]:
+    """The release part: 2.20.2+abc -> (2, 20, 2), 2.11 -> (2, 11, 0); (0, 0, 0) when there is none, which is before all others."""
+    release = [int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3]]
+    return tuple([*release, 0, 0, 0][:3])
 
 
 def _say(line: str) -> None:

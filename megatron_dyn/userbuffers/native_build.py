@@ -84,8 +84,8 @@ def find_headers(engine: TransformerEngine | None = None) -> Headers:
         raise no_transformer_engine()
     if not (engine.include / "transformer_engine" / "comm_gemm_overlap.h").is_file():
         raise NativeBuildError(
-            f"header transformer_engine/comm_gemm_overlap.h of Transformer Engine {engine.version} is not in {engine.include}: the active shape "
-            f"cannot be compiled, so {_WITHOUT_IT}. Reinstall Transformer Engine with its headers (its wheels have them), {_OR_REFERENCE}"
+            f"header transformer_engine/comm_gemm_overlap.h of Transformer Engine {engine.version} is not in {engine.include}: the active "
+            f"shape cannot be compiled, so {_WITHOUT_IT}. Reinstall Transformer Engine with its headers (its wheels have them), {_OR_REFERENCE}"
         )
     folders = _cuda_folders()
     for header in CUDA_HEADERS:
@@ -146,9 +146,10 @@ def _nccl_folders() -> list[Path]:
 
 
 def _missing_header(header: str, searched: list[Path]) -> NativeBuildError:
+    places = ", ".join(map(str, searched)) or "CUDA_HOME, NVIDIA's wheels, /usr/local/cuda"
     return NativeBuildError(
-        f"header {header} was not found (looked in {', '.join(map(str, searched)) or 'CUDA_HOME, NVIDIA wheels, /usr/local/cuda'}): the active "
-        f"shape cannot be compiled, so {_WITHOUT_IT}. Install the CUDA toolkit's headers (or name the toolkit with CUDA_HOME), {_OR_REFERENCE}"
+        f"header {header} was not found (looked in {places}): the active shape cannot be compiled, so {_WITHOUT_IT}. Install the CUDA "
+        f"toolkit's headers (or name the toolkit with CUDA_HOME), {_OR_REFERENCE}"
     )
 
 
@@ -233,8 +234,8 @@ def build(engine: TransformerEngine, output: Path) -> Path:
         os.replace(unfinished, output)
     except OSError as error:
         raise NativeBuildError(
-            f"cannot write {output} ({error}): the active shape cannot be compiled there, so {_WITHOUT_IT}. Name a folder that can be written "
-            f"with {CACHE_VARIABLE}, {_OR_REFERENCE}"
+            f"cannot write {output} ({error}): the active shape cannot be compiled there, so {_WITHOUT_IT}. Name a folder that can be "
+            f"written with {CACHE_VARIABLE}, {_OR_REFERENCE}"
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -101,7 +101,8 @@ struct Communicator {
 template <class Base>
 Communicator describe(Base& comm) {
   if (with_cublasmp(comm)) {
-    refuse("this communicator was made with cuBLASMp: it has no buffer, and takes its sizes from its operands, so there is no shape to set.");
+    refuse("this communicator was made with cuBLASMp: it has no buffer, and takes its sizes from its operands, so there "
+           "is no shape to set.");
   }
   te::TensorWrapper& buffer = Access<Base>::buffer(comm);
   if (buffer.dptr() == nullptr || buffer.ndim() != 2 || buffer.numel() == 0) {

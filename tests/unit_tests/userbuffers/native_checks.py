@@ -79,7 +79,8 @@ def check_ring_chunks_are_contiguous_whole_rows_inside_the_allocation():
 
 def check_one_call_sets_all_and_each_keeps_its_own_width():
     shapes = STAND_INS.extension.ActiveShapes()
-    comms = [bulk(hidden=8), ring(hidden=16, reduce_scatter=True), ring(rows=128, hidden=4, dtype=BYTE), bulk(rows=96, hidden=2, dtype=BYTE)]
+    bytes_ = dict(dtype=BYTE)
+    comms = [bulk(hidden=8), ring(hidden=16, reduce_scatter=True), ring(rows=128, hidden=4, **bytes_), bulk(rows=96, hidden=2, **bytes_)]
     for comm in comms:
         (shapes.add_ring if "P2P" in type(comm).__name__ else shapes.add_bulk)(comm)
     shapes.set_rows(20)

@@ -143,7 +143,8 @@ class CommOverlap : public te::CommOverlapBase {
   Buffer get_buffer(bool local_chunk, std::optional<Shape> shape) {
     const size_t part = local_chunk ? _tp_size : 1, held = _ubuf.numel() / part;
     const size_t offset = local_chunk ? held * _tp_id * _ubuf.element_size() : 0;
-    return checked(reinterpret_cast<uintptr_t>(_ubuf.dptr()) + offset, {_ubuf.size(0) / part, _ubuf.size(1)}, shape, held, _ubuf.element_size());
+    const uintptr_t address = reinterpret_cast<uintptr_t>(_ubuf.dptr()) + offset;
+    return checked(address, {_ubuf.size(0) / part, _ubuf.size(1)}, shape, held, _ubuf.element_size());
   }
 
  private:
@@ -166,7 +167,8 @@ class CommOverlapP2P : public te::CommOverlapP2PBase {
   Buffer get_buffer(bool local_chunk, std::optional<Shape> shape) {
     te::TensorWrapper& part = local_chunk ? _ubufs[_tp_id] : _ubuf;
     const size_t parts = local_chunk ? _tp_size : 1;
-    return checked(reinterpret_cast<uintptr_t>(part.dptr()), {_ubuf.size(0) / parts, _ubuf.size(1)}, shape, part.numel(), _ubuf.element_size());
+    const uintptr_t address = reinterpret_cast<uintptr_t>(part.dptr());
+    return checked(address, {_ubuf.size(0) / parts, _ubuf.size(1)}, shape, part.numel(), _ubuf.element_size());
   }
   void misplace_chunk(int index, size_t bytes) {  // as a version with another layout would
     te::TensorWrapper& chunk = _ubufs.at(index);
@@ -182,13 +184,15 @@ class CommOverlapP2P : public te::CommOverlapP2PBase {
 PYBIND11_MODULE(stand_in_te, m) {
   py::class_<te::CommOverlapCore, std::shared_ptr<te::CommOverlapCore>>(m, "CommOverlapCore", py::module_local());
   py::class_<te::CommOverlapBase, std::shared_ptr<te::CommOverlapBase>, te::CommOverlapCore>(m, "CommOverlapBase", py::module_local());
-  py::class_<te::CommOverlapP2PBase, std::shared_ptr<te::CommOverlapP2PBase>, te::CommOverlapCore>(m, "CommOverlapP2PBase", py::module_local());
+  py::class_<te::CommOverlapP2PBase, std::shared_ptr<te::CommOverlapP2PBase>, te::CommOverlapCore>(m, "CommOverlapP2PBase",
+                                                                                                         py::module_local());
   py::class_<Buffer>(m, "Buffer")
       .def("data_ptr", [](const Buffer& b) { return b.address; })
       .def("element_size", [](const Buffer& b) { return b.element_size; })
       .def_readonly("shape", &Buffer::shape);
   py::class_<CommOverlap, std::shared_ptr<CommOverlap>, te::CommOverlapBase, te::CommOverlapCore>(m, "CommOverlap")
-      .def(py::init<size_t, size_t, int, int, int>(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("tp_size"), py::arg("tp_id"))
+      .def(py::init<size_t, size_t, int, int, int>(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("tp_size"),
+           py::arg("tp_id"))
       .def("make_cublasmp", [](CommOverlap& comm) { Cublasmp<te::CommOverlapBase>::mark(comm); })
       .def("get_buffer", &CommOverlap::get_buffer, py::arg("local_chunk") = false, py::arg("shape") = std::nullopt);
   py::class_<CommOverlapP2P, std::shared_ptr<CommOverlapP2P>, te::CommOverlapP2PBase, te::CommOverlapCore>(m, "CommOverlapP2P")
