@@ -20,11 +20,14 @@ import yaml
 from megatron_dyn.training import config as settings
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.model_config import ModelConfig
+from megatron_dyn.training.overlap import Fp8Config, OverlapConfig
 from megatron_dyn.training.run_config import RunConfig
 
 SECTIONS: dict[str, tuple[str, type]] = {
     "model": ("model", ModelConfig),
     "parallel": ("parallelism", settings.ParallelConfig),
+    "overlap": ("communication overlap", OverlapConfig),
+    "fp8": ("FP8", Fp8Config),
     "data": ("data and microbatches", settings.DataConfig),
     "optimizer": ("optimizer and learning rate", settings.OptimizerSettings),
     "training": ("training", settings.TrainingConfig),
@@ -36,6 +39,10 @@ SECTIONS: dict[str, tuple[str, type]] = {
 MEGATRON_SPELLINGS: dict[str, tuple[str, object]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
+    "--disable-tp-comm-overlap-ag": ("tp_comm_overlap_ag", False),
+    "--disable-tp-comm-overlap-rs": ("tp_comm_overlap_rs", False),
+    "--disable-tp-comm-bulk-dgrad": ("tp_comm_bulk_dgrad", False),
+    "--disable-tp-comm-bulk-wgrad": ("tp_comm_bulk_wgrad", False),
 }
 
 # Megatron-LM's flags that cannot mean anything here, or not yet: refused with the way out instead of "unrecognized".
@@ -45,9 +52,6 @@ REFUSED: dict[str, str] = {
     "--max-position-embeddings the table of learned positions",
     "rampup_batch_size": "every step is planned from one global batch: --global-batch-size or --global-batch-tokens",
     "fp16": "loss scaling is not supported: use --bf16",
-    "fp8": "FP8 is not supported by this version: use --bf16",
-    "tp_comm_overlap": "UserBuffer overlap is not supported by this version: leave it out",
-    "tp_comm_overlap_cfg": "UserBuffer overlap is not supported by this version: leave it out",
     "context_parallel_size": "context parallelism is not supported by this version: use tensor and pipeline parallelism",
     "num_experts": "mixtures of experts are not supported: leave it out",
     "train_samples": "a run is counted in optimizer steps: --train-iters",

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 from megatron.core import parallel_state
 
 import megatron_dyn
-from megatron_dyn import device
+from megatron_dyn import device, userbuffers
 from megatron_dyn.corpus import CorpusError, CorpusSplits, open_corpus
 from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
 from megatron_dyn.microbatch import StreamError
@@ -39,9 +39,11 @@ from megatron_dyn.training.metrics_file import MetricsError
 from megatron_dyn.training.model import build_model, transformer_config
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
+from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
+from megatron_dyn.userbuffers.choice import choose_backend
 
 # What a user can mend: told in one line a rank, without a traceback.
 _EXPLAINED = (AgreementError, CheckpointError, ConfigError, CorpusError, NonFiniteError, PlanError, StreamError, OSError)
@@ -148,7 +150,12 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     agreement.check("the settings and the documents", json.dumps(facts, sort_keys=True, default=str))
 
     rank = parallel_state.get_data_parallel_rank()
-    config = transformer_config(run.model, run.parallel, precision=run.precision)
+    overlap = initialize_overlap(
+        run, capacity=inputs.plan_config.capacity, layers=inputs.layers, process_group_backend=inputs.process_group_backend
+    )
+    config = transformer_config(
+        run.model, run.parallel, precision=run.precision, **overlap_settings(run.overlap), **fp8_settings(run.fp8)
+    )
     chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=inputs.layers, seed=run.training.seed)
     parameters = _parameters(chunks)
     models = wrap_models(chunks, config, run.parallel)
@@ -186,7 +193,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         total_iterations=run.training.train_iters,
         start_iteration=progress["iteration"],
         log_interval=run.logging.log_interval,
-        header=_header(run, inputs, parameters),
+        header=_header(run, inputs, parameters) | ({"overlap": overlap} if overlap else {}),
         tensorboard=run.logging.tensorboard,
     )
     failure = None
@@ -221,6 +228,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
             extra["peak_memory_gib"] = memory["peak_reserved"] / 2**30
         log.finish(extra)
     dist.barrier()
+    userbuffers.destroy_ub()
     dist.destroy_process_group()
     stop.close()
     if locks is not None:
@@ -230,6 +238,8 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
 def _layers_for(run: RunConfig) -> str:
     """Layers of this machine: Megatron-Core's own with our attention on a CPU, Transformer Engine's on GPUs."""
     if not device.has_gpu():
+        if run.fp8.fp8:
+            raise ConfigError("--fp8 needs Transformer Engine on a GPU, and there is none here: leave it out")
         return "local"
     if importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(
@@ -244,6 +254,11 @@ def _layers_for(run: RunConfig) -> str:
             "gloo on GPUs (several ranks sharing a card) has no point-to-point and no overlapped communication of GPU tensors: "
             "leave out --pipeline-model-parallel-size and the overlaps, or use nccl with a card for each rank"
         )
+    if run.overlap.tp_comm_overlap:
+        try:
+            choose_backend("te")
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"--tp-comm-overlap: {error}") from error
     return "te"
 
 

@@ -30,12 +30,13 @@ __all__ = ["ModelConfig", "build_model", "check_model_parallel", "padded_vocab_s
 
 
 def transformer_config(
-    model: ModelConfig, parallel: ParallelSizes, *, precision: Literal["fp32", "bf16"]
+    model: ModelConfig, parallel: ParallelSizes, *, precision: Literal["fp32", "bf16"], **extra: object
 ) -> TransformerConfig:
     """Megatron's configuration: the model's shape, the parallel sizes, and settings that are right for a varying T.
 
     Args:
         precision: "fp32" or "bf16" (bf16 parameters and activations; the optimizer keeps fp32 masters).
+        **extra: further fields of `TransformerConfig`: those of overlap and FP8 (`training.overlap`).
     Raises:
         ValueError: fp16, or a model that cannot be divided as asked.
     """
@@ -92,6 +93,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **extra,
     )
 
 

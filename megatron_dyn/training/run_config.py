@@ -2,7 +2,7 @@
 """One run's settings together, checked against each other, and the planner's settings that follow from them."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_dyn.pipeline.schedule import microbatch_multiple
 from megatron_dyn.planning import PlanConfig, alignment_for
@@ -17,6 +17,7 @@ from megatron_dyn.training.config import (
     require,
 )
 from megatron_dyn.training.model_config import ModelConfig, check_model_parallel
+from megatron_dyn.training.overlap import Fp8Config, OverlapConfig, check_overlap
 
 
 @dataclass(kw_only=True)
@@ -25,6 +26,8 @@ class RunConfig:
 
     model: ModelConfig
     parallel: ParallelConfig
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     data: DataConfig
     optimizer: OptimizerSettings
     training: TrainingConfig
@@ -52,6 +55,7 @@ class RunConfig:
             check_model_parallel(model, parallel)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        check_overlap(self)
         longest = self.plan_config(data_parallel_size=1).capacity
         require(
             model.position_embedding_type != "learned_absolute" or model.max_position_embeddings >= longest,
@@ -90,6 +94,7 @@ class RunConfig:
             alignment=alignment_for(
                 tensor_parallel=self.parallel.tensor_model_parallel_size,
                 sequence_parallel=self.parallel.sequence_parallel,
+                fp8=self.fp8.fp8 is not None,
             ),
             seed=self.training.seed,
             oversize=self.data.oversize,

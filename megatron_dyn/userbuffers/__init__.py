@@ -11,7 +11,7 @@ the proposal in TransformerEngine #3564.
 """
 
 from megatron_dyn.userbuffers.communicator import Communicator, CommunicatorSpec
-from megatron_dyn.userbuffers.configuration import OverlapConfigError, communicator_specs, read_overlap_config
+from megatron_dyn.userbuffers.configuration import DGRADS_OF_COLUMNS, OverlapConfigError, communicator_specs, read_overlap_config
 from megatron_dyn.userbuffers.lifecycle import (
     NotInitializedError,
     current,
@@ -31,6 +31,7 @@ __all__ = [
     "ActiveShapeError",
     "Communicator",
     "CommunicatorSpec",
+    "DGRADS_OF_COLUMNS",
     "NotInitializedError",
     "OverlapConfigError",
     "UserBufferQuantizationMode",

@@ -38,7 +38,8 @@ class Communicator:
         spec: name and method.
         quantized: it carries FP8 GEMM operands (its buffer may still be wider, as for reduce-scatter).
         local_rows: T / tp is a multiple of it.
-        rows: T now. Backends read it when an exchange starts.
+        nbytes: of its allocation.
+        own_rows: T of this one alone; None while it has that of all.
         used_rows, used_in: T at its last use, and the number of the exchange in which that was (see `manager.UserBuffers.begin`).
     """
 
@@ -48,14 +49,22 @@ class Communicator:
         self.capacity = capacity
         self.tp_size = tp_size
         self.local_rows = local_rows
-        self.rows = capacity[0]
+        self.nbytes = 0
+        self.own_rows: int | None = None
         self.used_rows = capacity[0]
         self.used_in = -1
-        self._manager = None  # set by the manager, which alone changes `rows`
+        self._manager = None  # set by the manager, which alone changes T
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def rows(self) -> int:
+        """T now. Backends read it when an exchange starts."""
+        if self.own_rows is not None:
+            return self.own_rows
+        return self.capacity[0] if self._manager is None else self._manager.rows
 
     def set_buffer_active_shape(self, shape: Sequence[int]) -> None:
         """Use the first [T, hidden] of the buffer from now on: no allocation, free, registration or synchronization.

@@ -43,7 +43,7 @@ def initialize_ub(
         bootstrap_backend: "gloo", "nccl" or "mpi", for the exchange of handles while registering ("te" only).
         backend: "te" (Transformer Engine's UserBuffers), "reference" (torch.distributed) or "auto": te where it works.
         layout_fence: see `manager.UserBuffers`.
-        fp8_local_rows: T / tp must be a multiple of it where buffers carry FP8: 16, or 128 for MXFP8.
+        fp8_local_rows: T / tp must be a multiple of it where buffers carry FP8 (MXFP8 would need 128).
         with_cublasmp: let Transformer Engine make its communicators with cuBLASMp, which takes sizes from its operands.
         tp_group: this rank's tensor-parallel group, for the reference backend and for fences ("te" makes its own for the
             registration); by default Megatron's, or all ranks when there are ``tp_size`` of them.

@@ -50,6 +50,11 @@ class UserBuffers:
         layout_fence: "auto" fences a change of layout that no other exchange separates from the last use; "always" fences every
             layer call; "never" none.
         reason: why this backend, for the log.
+
+    Attributes:
+        rows: T now.
+        capacity: [max_tokens, hidden].
+        fences: how many there were.
     """
 
     def __init__(self, backend: Backend, *, layout_fence: LayoutFence = "auto", reason: str = "") -> None:
@@ -69,7 +74,8 @@ class UserBuffers:
         self._fence_all = layout_fence == "always"
         self._fence_changes = layout_fence == "auto" and backend.one_sided
         self._exchange = 0
-        self._rows = self.capacity[0]
+        self.rows = self.capacity[0]
+        self._with_own_rows: list[Communicator] = []
         # What set_active_shape compares with: None while single communicators have shapes of their own.
         self._active: list[int] | None = list(self.capacity)
         for communicator in backend.communicators:
@@ -91,7 +97,7 @@ class UserBuffers:
         if shape == self._active:
             return
         rows = self._checked(shape)
-        if rows != self._rows or self._active is None:
+        if rows != self.rows or self._active is None:
             self._change(rows)
             if self._fence_changes:
                 self.fence()
@@ -104,7 +110,8 @@ class UserBuffers:
         if rows == communicator.rows:
             return
         self.backend.set_rows_of(communicator, rows)
-        communicator.rows = rows
+        communicator.own_rows = rows
+        self._with_own_rows.append(communicator)
         self._active = None
         if self._fence_changes:
             self.fence()
@@ -112,7 +119,7 @@ class UserBuffers:
     @property
     def active_shape(self) -> list[int]:
         """[T, hidden] set last for all communicators."""
-        return [self._rows, self.capacity[1]]
+        return [self.rows, self.capacity[1]]
 
     # ---- layer calls ----
 
@@ -126,7 +133,7 @@ class UserBuffers:
         Raises:
             ActiveShapeError: see `set_active_shape`.
         """
-        if rows != self._rows or self._active is None:
+        if rows != self.rows or self._active is None:
             self._change(self._checked([rows, self.capacity[1]]))
         last = self._exchange
         wants_fence = self._fence_all
@@ -161,6 +168,15 @@ class UserBuffers:
             have = ", ".join(sorted(n + (" (fp8)" if q else "") for n, q in self.communicators))
             raise KeyError(f"no communicator {name!r}{' for FP8' if quantized else ''}; there are: {have}") from None
 
+    def description(self) -> str:
+        """One line for a log: what is registered, how large, and through what."""
+        kinds = sorted({"fp8" if c.quantized else "unquantized" for c in self.communicators.values()})
+        size = sum(c.nbytes for c in self.communicators.values()) / 2**20
+        return (
+            f"{len(self.communicators)} communicators ({', '.join(kinds)}) registered once for {list(self.capacity)}, {size:.1f} MiB a rank; "
+            f"backend {self.backend.name} ({self.reason}), layout fence {self.layout_fence}"
+        )
+
     def close(self) -> None:
         """Free the buffers. The communicators are of no use afterwards."""
         self.backend.close()
@@ -173,13 +189,17 @@ class UserBuffers:
 
     def _change(self, rows: int) -> None:
         self.backend.set_rows(rows)
-        for communicator in self.communicators.values():
-            communicator.rows = rows
-        self._rows = rows
+        if self._active is None:
+            for communicator in self._with_own_rows:
+                communicator.own_rows = None
+            self._with_own_rows.clear()
+        self.rows = rows
         self._active = [rows, self.capacity[1]]
 
 
 class _Closed:
+    rows = 0
+
     def set_shape_of(self, communicator: Communicator, shape: Sequence[int]) -> None:
         raise ActiveShapeError(
             f"{communicator.name} was destroyed with destroy_ub(): its buffer is gone. Initialise again and ask for it anew."

@@ -6,23 +6,16 @@ active shape   [T, hidden]             a contiguous prefix of it: the microbatch
 local rows     T / tp                  what a rank holds under sequence parallelism
 """
 
+import numbers
 from typing import Sequence
 
 FP8_LOCAL_ROWS = 16
 """Local rows of an FP8 buffer come in multiples of this: Transformer Engine transposes the T / tp local rows for the weight gradient,
 where they are the inner dimension of an FP8 GEMM, which cuBLAS takes in multiples of 16 only."""
 
-MXFP8_LOCAL_ROWS = 128
-"""The same for MXFP8, whose scaling factors come in blocks of 128 rows (`get_tensor_chunk` of TE's comm_gemm_overlap.cpp)."""
-
 
 class ActiveShapeError(ValueError):
     """A shape that a buffer cannot take. The shape that was set before is untouched."""
-
-
-def row_multiple(tp_size: int, local_rows: int = 1) -> int:
-    """T is a multiple of this: each rank holds T / tp rows, in whole units of ``local_rows``."""
-    return tp_size * local_rows
 
 
 def check_active_shape(shape: Sequence[int], *, capacity: tuple[int, int], tp_size: int, local_rows: int = 1, name: str = "") -> int:
@@ -40,16 +33,18 @@ def check_active_shape(shape: Sequence[int], *, capacity: tuple[int, int], tp_si
         ActiveShapeError: not two whole numbers, nothing in it, beyond the capacity, another hidden size, T that TP does not
             divide, or FP8 rows that are not aligned.
     """
-    where = f"active shape {_shown(shape)}" + (f" for {name}" if name else "")
     try:
-        is_pair = len(shape) == 2 and all(isinstance(size, int) and not isinstance(size, bool) for size in shape)
-    except TypeError:
-        is_pair = False
-    if not is_pair:
+        rows, hidden = shape
+    except (TypeError, ValueError):
+        rows = hidden = None
+    # The one path that a training step takes; everything else ends in a refusal, or in a number that is not Python's own.
+    if type(rows) is int and 0 < rows <= capacity[0] and hidden == capacity[1] and rows % (tp_size * local_rows) == 0:
+        return rows
+    where = f"active shape {_shown(shape)}" + (f" for {name}" if name else "")
+    if not (_is_whole(rows) and _is_whole(hidden)):
         raise ActiveShapeError(
             f"{where} is not two-dimensional: a buffer holds [tokens, hidden], in whole numbers. Flatten batch and sequence into T."
         )
-    rows, hidden = shape
     max_rows, width = capacity
     if rows <= 0 or hidden <= 0:
         raise ActiveShapeError(f"{where} is empty: there would be nothing to exchange. Leave a microbatch without tokens out of the plan.")
@@ -73,7 +68,11 @@ def check_active_shape(shape: Sequence[int], *, capacity: tuple[int, int], tp_si
             f"{where}: {rows // tp_size} local rows are not a multiple of {local_rows}, which FP8 buffers need: the FP8 GEMM would refuse "
             f"them or read scales of other rows. Pad T in the plan to a multiple of {tp_size * local_rows} (PlanConfig.alignment)."
         )
-    return rows
+    return int(rows)
+
+
+def _is_whole(size: object) -> bool:
+    return isinstance(size, numbers.Integral) and not isinstance(size, bool)
 
 
 def _shown(shape: object) -> str:

@@ -15,12 +15,20 @@ import torch.distributed as dist
 from megatron_dyn import device
 from megatron_dyn.userbuffers import native
 from megatron_dyn.userbuffers.communicator import Communicator, CommunicatorSpec
-from megatron_dyn.userbuffers.configuration import DEFAULT_METHODS, REDUCE_SCATTERS, OverlapConfigError, communicator_specs
+from megatron_dyn.userbuffers.configuration import (
+    DEFAULT_METHODS,
+    DGRADS_OF_COLUMNS,
+    REDUCE_SCATTERS,
+    OverlapConfigError,
+    communicator_specs,
+)
 from megatron_dyn.userbuffers.quantization import UserBufferQuantizationMode
 from megatron_dyn.userbuffers.shape import ActiveShapeError
 
 logger = logging.getLogger(__name__)
-FENCE_COLUMNS = 64  # one line of 128 bytes for each rank
+# 8 bytes for each rank. Below 16, TE's send is a bare signal of one thread block. From 16 on it is a kernel of many blocks when the exchange
+# before it did not use copy engines, each of which signals, while the receiver waits for one signal only: no fence at all.
+FENCE_COLUMNS = 4
 
 
 class TransformerEngineCommunicator(Communicator):
@@ -74,7 +82,7 @@ class TransformerEngineBackend:
         self.adopted = base._ub_communicators is not None
         if not self.adopted:
             _check_consecutive(tp_group, tp_size)
-            _check_tables(specs)
+            _check_tables(specs, modes)
             if not with_cublasmp:
                 self._make_fence(tp_size, bootstrap_backend)
             base.initialize_ub(
@@ -146,11 +154,11 @@ class TransformerEngineBackend:
         quantized = mode == "fp8"
         cublasmp = getattr(te_communicator, "with_cublasmp", bool)()
         is_ring = type(te_communicator).__name__ == "CommOverlapP2P"
-        index, capacity, chunks = None, shape, 1
+        index, capacity, chunks, nbytes = None, shape, 1, 0
         if not cublasmp:
             index = (self._shapes.add_ring if is_ring else self._shapes.add_bulk)(te_communicator)
             layout = self._shapes.layout(index)
-            capacity, chunks = (layout["capacity_rows"], layout["hidden"]), layout["chunks"]
+            capacity, chunks, nbytes = (layout["capacity_rows"], layout["hidden"]), layout["chunks"], layout["capacity_bytes"]
         spec = by_mode.get(mode, {}).get(name) if not self.adopted else None
         if spec is None:
             spec = _seen_spec(name, is_ring, chunks > tp_size, self._te._ub_communicators, tp_size)
@@ -162,7 +170,7 @@ class TransformerEngineBackend:
         wrapped = TransformerEngineCommunicator(
             spec, quantized=quantized, capacity=capacity, tp_size=tp_size, local_rows=local_rows if quantized else 1
         )
-        wrapped.native, wrapped.index = te_communicator, index
+        wrapped.native, wrapped.index, wrapped.nbytes = te_communicator, index, nbytes
         return wrapped
 
     def _check_layouts(self) -> None:
@@ -177,7 +185,7 @@ def _seen_spec(name: str, is_ring: bool, extra_chunks: bool, all_of_them: Mappin
         return CommunicatorSpec(name=name, method="ring_exchange", is_reduce_scatter=extra_chunks, num_splits=tp_size)
     method = DEFAULT_METHODS.get(name, "bulk")
     wgrad = name.replace("_dgrad", "_wgrad")
-    if name in ("qkv_dgrad", "fc1_dgrad") and not any(other == wgrad for other, _ in all_of_them):
+    if name in DGRADS_OF_COLUMNS and not any(other == wgrad for other, _ in all_of_them):
         return CommunicatorSpec(name=name, method="pipeline", is_reduce_scatter=True)
     return CommunicatorSpec(name=name, method="pipeline" if method == "ring_exchange" else method, is_reduce_scatter=name in REDUCE_SCATTERS)
 
@@ -192,9 +200,17 @@ def _check_consecutive(tp_group: dist.ProcessGroup, tp_size: int) -> None:
         )
 
 
-def _check_tables(specs: Sequence[Mapping[str, CommunicatorSpec]]) -> None:
+def _check_tables(specs: Sequence[Mapping[str, CommunicatorSpec]], modes: Sequence[UserBufferQuantizationMode]) -> None:
     if len(specs) > 1 and any("qkv_wgrad" not in spec or "fc1_wgrad" not in spec for spec in specs):
         raise OverlapConfigError(
             "a reduce-scatter beside the input gradient's own GEMM (qkv_dgrad or fc1_dgrad not 'bulk') together with two quantization modes: "
             "Transformer Engine registers the first and stops at the second. Use one mode, or 'bulk'."
         )
+    for spec, mode in zip(specs, modes):
+        for name in DGRADS_OF_COLUMNS:
+            # split_overlap_rs takes contiguous pieces of the weight, which are its columns only where it is stored transposed, as in FP8.
+            if mode is UserBufferQuantizationMode.NONE and spec[name].method == "pipeline":
+                raise OverlapConfigError(
+                    f"{name} with method 'pipeline' and unquantized operands: Transformer Engine splits the weight at the wrong places there "
+                    "and the input gradient is wrong, at any T. Use 'ring_exchange' (or FP8)."
+                )
