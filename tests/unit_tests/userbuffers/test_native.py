@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -41,14 +42,12 @@ def fetch_headers(requirement, folder):
     """The headers of a wheel, in ``folder`` for the next time."""
     if folder.is_dir():
         return folder
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / "wheel").mkdir(parents=True)
-    wheel = download(requirement, unfinished / "wheel")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unfinished, [name for name in archive.namelist() if "/include/" in name])
-    shutil.rmtree(unfinished / "wheel")
-    unfinished.replace(folder)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as unfinished:
+        wheel = download(requirement, Path(unfinished))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(Path(unfinished) / "headers", [name for name in archive.namelist() if "/include/" in name])
+        (Path(unfinished) / "headers").replace(folder)
     return folder
 
 
