@@ -25,9 +25,8 @@ def rank_1_of_4():
 
 
 def made(modes=(NONE,), table=None, dtype=torch.float32, local_rows=16) -> ReferenceBackend:
-    return ReferenceBackend(
-        (CAPACITY, HIDDEN), tp_size=TP, modes=modes, dtype=dtype, tables=[table] * len(modes), local_rows=local_rows, tp_group=dist.group.WORLD
-    )
+    options = dict(modes=modes, dtype=dtype, tables=[table] * len(modes), local_rows=local_rows)
+    return ReferenceBackend((CAPACITY, HIDDEN), tp_size=TP, tp_group=dist.group.WORLD, **options)
 
 
 class Messages:
