@@ -121,10 +121,6 @@ class ReferenceCommunicator(Communicator):
 
     def _view(self, first_row: int, rows: int) -> Tensor:
         """[rows, hidden] of the buffer."""
-        if self.buffer is None:
-            raise RuntimeError(
-                f"{self.name} was destroyed with destroy_ub(): there is no buffer to exchange through. Initialise again and get it anew."
-            )
         hidden = self.capacity[1]
         return self.buffer[first_row * hidden : (first_row + rows) * hidden].view(rows, hidden)
 
@@ -143,6 +139,10 @@ class ReferenceCommunicator(Communicator):
         )
 
     def _check(self, what: str, tensor: Tensor, rows: int, columns: int) -> None:
+        if self.buffer is None:
+            raise RuntimeError(
+                f"{self.name} was destroyed with destroy_ub(): there is no buffer to exchange through. Initialise again and get it anew."
+            )
         if list(tensor.shape) != [rows, columns]:
             raise ActiveShapeError(
                 f"{self.name} is active for {self.get_buffer_active_shape()} over {self.tp_size} ranks, so {what} must be "
