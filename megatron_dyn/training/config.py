@@ -135,6 +135,9 @@ class DataConfig:
     drop_last: bool = False
     """Drop the short step at the end of an epoch (counted) instead of training on it."""
 
+    pad_microbatches_to_capacity: bool = False
+    """Pad every microbatch to the token budget, as with a constant shape: for comparisons, since the padding is computed too."""
+
     document_order: Literal["shuffle", "sequential"] = "shuffle"
     """Order of the training documents within an epoch: seeded shuffle, or as stored."""
 
@@ -251,6 +254,9 @@ class TrainingConfig:
 
     bf16: bool = False
     """Compute in bfloat16 with fp32 master weights and fp32 gradients (default: all in fp32)."""
+
+    gradient_accumulation_fusion: bool = True
+    """Add weight gradients to their fp32 buffer inside the matrix product (Transformer Engine's layers; the output layer with Apex only)."""
 
     eval_interval: int | None = 1000
     """Steps between evaluations on the validation documents; one more comes at the end."""

@@ -156,7 +156,14 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     config = transformer_config(
         run.model, run.parallel, precision=run.precision, **overlap_settings(run.overlap), **fp8_settings(run.fp8)
     )
-    chunks = build_model(config, run.model, vocab_size=inputs.vocab_size, backend=inputs.layers, seed=run.training.seed)
+    chunks = build_model(
+        config,
+        run.model,
+        vocab_size=inputs.vocab_size,
+        backend=inputs.layers,
+        seed=run.training.seed,
+        fuse_weight_gradients=inputs.layers == "te" and run.training.gradient_accumulation_fusion,
+    )
     parameters = _parameters(chunks)
     models = wrap_models(chunks, config, run.parallel)
     optimizer, scheduler = build_optimizer(run, models)

@@ -116,6 +116,7 @@ def build_model(
     vocab_size: int,
     backend: Literal["local", "te"],
     seed: int = 1234,
+    fuse_weight_gradients: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's part of the model, on the compute device and with its initial weights.
 
@@ -126,6 +127,8 @@ def build_model(
         vocab_size: the tokenizer's; padded here (see `padded_vocab_size`).
         backend: the layers, see `gpt_block_spec`.
         seed: of the initial weights.
+        fuse_weight_gradients: Transformer Engine's linear layers add weight gradients to ``main_grad`` (made by Megatron's DDP)
+            inside the matrix product. Their own kernel does it; Megatron's switch for all layers needs NVIDIA Apex as well.
     Returns:
         one `GPTModel` for each virtual pipeline stage of this rank.
     Raises:
@@ -148,6 +151,10 @@ def build_model(
     for chunk in chunks:
         _place(chunk, config)
         initialize_weights(chunk, config, vocab_size=vocab_size, seed=seed)
+        if fuse_weight_gradients:
+            for layer in chunk.decoder.modules():
+                if hasattr(layer, "fuse_wgrad_accumulation"):
+                    layer.fuse_wgrad_accumulation = True
     return chunks
 
 

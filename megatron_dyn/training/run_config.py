@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_dyn.pipeline.schedule import microbatch_multiple
 from megatron_dyn.planning import PlanConfig, alignment_for
+from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.training.config import (
     CheckpointConfig,
     ConfigError,
@@ -86,16 +87,19 @@ class RunConfig:
         Raises:
             ConfigError: The settings make no plan possible.
         """
+        alignment = alignment_for(
+            tensor_parallel=self.parallel.tensor_model_parallel_size,
+            sequence_parallel=self.parallel.sequence_parallel,
+            fp8=self.fp8.fp8 is not None,
+        )
+        if self.data.pad_microbatches_to_capacity:
+            alignment = round_up(self.data.max_tokens_per_microbatch, alignment)
         settings = dict(
             max_tokens_per_microbatch=self.data.max_tokens_per_microbatch,
             global_batch_size=self.data.global_batch_size,
             global_batch_tokens=self.data.global_batch_tokens,
             data_parallel_size=data_parallel_size,
-            alignment=alignment_for(
-                tensor_parallel=self.parallel.tensor_model_parallel_size,
-                sequence_parallel=self.parallel.sequence_parallel,
-                fp8=self.fp8.fp8 is not None,
-            ),
+            alignment=alignment,
             seed=self.training.seed,
             oversize=self.data.oversize,
             drop_last=self.data.drop_last,

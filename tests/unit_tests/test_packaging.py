@@ -109,7 +109,12 @@ import megatron_dyn
 assert pathlib.Path(megatron_dyn.__file__).is_relative_to(sys.prefix), megatron_dyn.__file__
 for found in pkgutil.walk_packages(megatron_dyn.__path__, "megatron_dyn."):
     if not found.name.endswith("__main__"):
-        importlib.import_module(found.name)
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            # The one module that consists of Transformer Engine's classes says so, and is imported by name only.
+            if not (found.name == "megatron_dyn.layers.te_overlap" and error.name.startswith("transformer_engine")):
+                raise
         print(found.name)
 """
     imported = run(str(installed), "-W", "ignore", "-c", program, cwd=tmp_path, CUDA_VISIBLE_DEVICES="").split()
