@@ -62,8 +62,9 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
     top.set_ylabel("lm loss")
     bottom.set_ylabel("relative difference")
     bottom.set_xlabel("step")
-    for axis in (top, bottom):
-        axis.legend(fontsize=8)
+    bottom.set_ylim(bottom=1e-8)
+    for axis, columns, place in ((top, 1, "upper right"), (bottom, 2, "lower center")):
+        axis.legend(fontsize=8, ncols=columns, loc=place)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

@@ -16,6 +16,7 @@ import random
 import stand
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from transformer_engine.pytorch.module import base as te_base
 
 from megatron_dyn import userbuffers as ub
@@ -126,6 +127,85 @@ def small_capacity(tp: int) -> bool:
     return good
 
 
+def adopted(tp: int, hidden: int = 256, tokens: int = 128) -> bool:
+    """Communicators that somebody made with `te.initialize_ub` take the active shape too, and go back at their capacity."""
+    mode = te_base.UserBufferQuantizationMode.NONE
+    te_base.initialize_ub([tokens, hidden], tp, quantization_modes=[mode], dtype=torch.bfloat16, bootstrap_backend=dist.get_backend())
+    theirs = dict(te_base._ub_communicators)
+    try:
+        ub.initialize_ub([2 * tokens, hidden], tp, backend="te")
+        good = False
+    except ub.ActiveShapeError:  # smaller than asked for
+        good = True
+    manager = ub.initialize_ub([tokens // 2, hidden], tp, backend="te")
+    good &= manager.capacity == (tokens, hidden)
+    mlp, generator = stand.Mlp(stand.settings(tp, hidden, 4 * hidden, overlap=True)), torch.Generator(device="cuda").manual_seed(3)
+    for T in (tokens, 2 * tp, tokens // 4):
+        x, g = stand.data(generator, T, hidden), stand.data(generator, T, hidden)
+        good &= bool((stand.errors(mlp.step(x, g), mlp.reference(x, g)) < 1.2e-2).all())
+    ub.set_ub_active_shape([tokens // 2, hidden])  # from outside: fenced, by an all-reduce here
+    good &= manager.fences == 1
+    ub.destroy_ub()
+    good &= te_base._ub_communicators == theirs and all(c.get_buffer(True).size(0) == tokens // tp for c in theirs.values())
+    good = stand.everywhere(good)
+    te_base.destroy_ub()
+    stand.say(f"adopted communicators: {'ok' if good else 'WRONG'}")
+    return good
+
+
+def interleaved(tp: int, hidden: int = 512, capacity: int = 1024, steps: int = 60) -> bool:
+    """The order of 1F1B, F1 F2 B1 F3 B2 ..., each with its own T, with and without recomputation, and a forward without gradient in
+    between: to the bit what each microbatch gives alone. Without the hook before the backward it must not work (the mutant)."""
+    ub.initialize_ub([capacity, hidden], tp, bootstrap_backend=dist.get_backend(), backend="te")
+    mlp, generator, together = (
+        stand.Mlp(stand.settings(tp, hidden, 4 * hidden, overlap=True)),
+        torch.Generator(device="cuda").manual_seed(5),
+        random.Random(2),
+    )
+    pause, good, waiting = stand.pauses(9), True, []
+    weights = (mlp.fc1.weight, mlp.fc2.weight)
+
+    def forward(T: int):
+        x, g = stand.data(generator, T, hidden), stand.data(generator, T, hidden)
+        alone = mlp.step(x, g)
+        local = x.chunk(tp, 0)[mlp.rank].clone().unsqueeze(1).requires_grad_()
+        pause()
+        recompute = together.random() < 0.4
+        y = checkpoint(mlp.forward, local, use_reentrant=True) if recompute else mlp.forward(local)
+        return alone, local, y, g.chunk(tp, 0)[mlp.rank].unsqueeze(1).contiguous()
+
+    def backward(alone, x, y, g) -> bool:
+        for weight in weights:
+            weight.grad = None
+        pause()
+        y.backward(g)
+        return all(torch.equal(a, b) for a, b in zip(alone, [y.detach().squeeze(1), x.grad.squeeze(1), *(w.grad for w in weights)]))
+
+    for _ in range(steps):
+        waiting.append(forward(tp * together.randint(1, capacity // tp)))
+        if together.random() < 0.3:
+            with torch.no_grad():
+                mlp.forward(stand.data(generator, 4, hidden).unsqueeze(1))
+        if len(waiting) > 1:
+            good &= backward(*waiting.pop(0))
+    good &= backward(*waiting.pop(0))
+    good = stand.everywhere(good)
+    first, _ = forward(64), forward(32)
+    begin, manager = type(ub.current()).begin, ub.current()
+    manager.begin = lambda used, rows: None  # the mutant: no shape before the backward
+    try:
+        caught = not backward(*first)
+    except RuntimeError:
+        caught = True
+    manager.begin = begin.__get__(manager)
+    caught = stand.everywhere(caught)
+    torch.cuda.synchronize()
+    dist.barrier()
+    ub.destroy_ub()
+    stand.say(f"1F1B order, recomputation, no-grad forwards, {steps} microbatches: {'ok' if good else 'WRONG'}; mutant {'caught' if caught else 'MISSED'}")
+    return good and caught
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
@@ -135,7 +215,7 @@ def main() -> None:
     arguments = parser.parse_args()
     _, tp = stand.start()
     stock_pipelined_dgrad(tp)
-    good = small_capacity(tp)
+    good = small_capacity(tp) & adopted(tp) & interleaved(tp)
     for precision in arguments.precision:
         for variant in (v for v in VARIANTS if precision != "bf16" or v != PIPELINED_DGRAD):
             good &= run(tp, precision, variant, steps=arguments.steps, hidden=arguments.hidden, capacity=arguments.capacity)
