@@ -142,6 +142,13 @@ class ModelConfig:
         require(self.recompute_modules is None or selective, "--recompute-modules belongs to --recompute-granularity selective")
         for name in self.recompute_modules or ():
             one_of("recompute_modules", name, _RECOMPUTE_MODULES)
+        # Its MLP returns the bias beside its output, for the addition that follows. As an output of the recomputed function the parameter
+        # itself gets that function as its history, so recomputing the MLP leads back to recomputing it, for ever.
+        require(
+            not self.add_bias_linear or "mlp" not in (self.recompute_modules or ()),
+            "--recompute-modules mlp with --add-bias-linear: the backward of Megatron-Core 0.16 would recompute the MLP again and again "
+            "and never end; leave one of the two out, or use --recompute-granularity full",
+        )
         require(
             "layernorm" not in (self.recompute_modules or ()) or importlib.util.find_spec("transformer_engine") is not None,
             "--recompute-modules layernorm: Megatron-Core 0.16 recomputes norms with a function of Transformer Engine, which is not "

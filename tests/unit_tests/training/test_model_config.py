@@ -64,11 +64,20 @@ def test_defaults_follow_from_the_shape():
         (dict(recompute_granularity="some"), "'some' is not known"),
         (dict(recompute_modules=["core_attn"]), "belongs to --recompute-granularity selective"),
         (dict(recompute_granularity="selective", recompute_modules=["moe_act"]), "'moe_act' is not known"),
+        (
+            dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"], add_bias_linear=True),
+            "mlp with --add-bias-linear: .* never end",
+        ),
     ],
 )
 def test_impossible_models_are_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         model(**changes)
+
+
+def test_recomputing_the_mlp_is_refused_for_its_output_bias_alone():
+    assert model(recompute_granularity="selective", recompute_modules=["mlp"], add_qkv_bias=True).recompute_modules == ["mlp"]
+    assert model(recompute_granularity="selective", recompute_modules=["core_attn"], add_bias_linear=True).add_bias_linear
 
 
 def test_recomputing_norms_needs_transformer_engine(monkeypatch):
