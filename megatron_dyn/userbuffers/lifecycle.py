@@ -108,10 +108,9 @@ def current() -> UserBuffers:
 
 def set_ub_active_shape(shape: Sequence[int]) -> None:
     """Use the first [T, hidden] of every buffer from now on. See `UserBuffers.set_active_shape`."""
-    manager = _manager
-    if manager is not None and shape == manager._active:
-        return
-    current().set_active_shape(shape)
+    manager = _manager or current()
+    if shape != manager._active:
+        manager.set_active_shape(shape)
 
 
 def get_ub_active_shape() -> list[int]:

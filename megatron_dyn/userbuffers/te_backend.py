@@ -78,6 +78,7 @@ class TransformerEngineBackend:
         self._extension = extension
         self._group = tp_group
         self._shapes = extension.ActiveShapes()
+        self.set_rows = self._shapes.set_rows  # the native call itself
         self._helper = self._fence_communicator = None
         self.adopted = base._ub_communicators is not None
         if not self.adopted:
@@ -104,9 +105,6 @@ class TransformerEngineBackend:
             self._fence_token = torch.zeros(1, device=device.compute_device())
         self._check_layouts()
 
-    def set_rows(self, rows: int) -> None:
-        self._shapes.set_rows(rows)
-
     def set_rows_of(self, communicator: Communicator, rows: int) -> None:
         if communicator.index is not None:
             self._shapes.set_rows_of(communicator.index, rows)
@@ -128,7 +126,7 @@ class TransformerEngineBackend:
         for communicator in self.communicators:
             communicator.native = None
         self.communicators = []
-        self._shapes = None
+        self._shapes = self.set_rows = None
         if not self.adopted:
             self._te.destroy_ub()
             self._fence_communicator = self._helper = None
