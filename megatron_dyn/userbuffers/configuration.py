@@ -32,6 +32,7 @@ REDUCE_SCATTERS = ("proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad")
 DGRADS_OF_COLUMNS = ("qkv_dgrad", "fc1_dgrad")
 OPTIONS = ("method", "is_reduce_scatter", "num_sm", "cga_size", "set_sm_margin", "num_splits", "aggregate", "atomic_gemm", "use_ce", "fp8_buf",
            "comm_priority", "gemm_priority", "pipeline_rs_overlap_first_gemm")  # fmt: skip
+SWITCHES = ("is_reduce_scatter", "set_sm_margin", "aggregate", "atomic_gemm", "use_ce", "fp8_buf", "pipeline_rs_overlap_first_gemm")
 DEFAULT_PIPELINE_SPLITS = 4
 
 
@@ -49,8 +50,8 @@ def read_overlap_config(path: str | Path) -> dict[str, dict]:
     import yaml
 
     try:
-        table = yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
+        table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OverlapConfigError(f"{path} is not YAML: {error}") from None
     if table is None:
         return {}
@@ -95,12 +96,16 @@ def communicator_specs(table: Mapping[str, Mapping] | None, tp_size: int, *, hid
 
 def _check_names(name: str, options: Mapping) -> None:
     if name not in DEFAULT_METHODS:
-        near = difflib.get_close_matches(name, DEFAULT_METHODS, 1)
+        near = difflib.get_close_matches(str(name), DEFAULT_METHODS, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise OverlapConfigError(f"no communicator is called {name!r}{hint} There are: {', '.join(DEFAULT_METHODS)}.")
-    for option in options:
+    for option, value in options.items():
         if option not in OPTIONS:
             raise OverlapConfigError(f"{name} has no option {option!r}: use {', '.join(OPTIONS)}.")
+        if option in SWITCHES and value not in (True, False):
+            raise OverlapConfigError(f"{name} has {option}: {value!r}, which is neither true nor false.")
+        if option not in SWITCHES and option != "method" and type(value) is not int:
+            raise OverlapConfigError(f"{name} has {option}: {value!r}, which is not a whole number.")
     method = options.get("method", DEFAULT_METHODS[name])
     if method not in METHODS:
         raise OverlapConfigError(f"{name} cannot use method {method!r}: use {', '.join(METHODS)}.")
@@ -124,9 +129,7 @@ def _spec(name: str, method: str, is_reduce_scatter: bool, options: dict, tp_siz
         )
     if name.endswith("_wgrad") and default == "bulk" and method != "bulk":
         raise OverlapConfigError(f"{name} cannot use method {method!r}: the exchange beside a weight gradient is 'bulk'.")
-    splits = int(options.get("num_splits", 0)) or (tp_size if method == "ring_exchange" else DEFAULT_PIPELINE_SPLITS)
-    if method == "ring_exchange":
-        splits = tp_size
+    splits = tp_size if method == "ring_exchange" else options.get("num_splits", DEFAULT_PIPELINE_SPLITS)
     if splits < 1 or (method == "pipeline" and hidden is not None and hidden % splits):
         raise OverlapConfigError(
             f"{name} splits the hidden dimension into num_splits: {splits}, which must be at least 1 and divide the hidden size {hidden}."

@@ -48,6 +48,14 @@ def test_ring_exchange_reduce_scatter_is_one_word():
         ({"qkv_fprop": {"method": "external"}}, "never 'external' fits"),
         ({"qkv_dgrad": {"method": "pipeline"}, "qkv_wgrad": {"num_sm": 2}}, "there is no qkv_wgrad to configure"),
         ({"proj_fprop": {"num_splits": 3}}, "divide the hidden size 64"),
+        ({"proj_fprop": {"num_splits": 0}}, "at least 1"),
+        ({"proj_fprop": {"num_splits": "two"}}, "num_splits: 'two', which is not a whole number"),
+        ({"proj_fprop": {"num_splits": None}}, "num_splits: None, which is not a whole number"),
+        ({"proj_fprop": {"num_splits": 2.5}}, "num_splits: 2.5, which is not a whole number"),
+        ({"proj_fprop": {"num_sm": True}}, "num_sm: True, which is not a whole number"),
+        ({"proj_fprop": {"use_ce": "yes"}}, "use_ce: 'yes', which is neither true nor false"),
+        ({"proj_fprop": {"is_reduce_scatter": "no"}}, "neither true nor false"),
+        ({1: {}}, "no communicator is called 1"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_name(table, says):
@@ -61,7 +69,7 @@ def test_megatrons_yaml_file(tmp_path):
     assert read_overlap_config(path) == {"proj_fprop": {"method": "pipeline", "num_splits": 2}, "qkv_fprop": {"aggregate": 0}}
     path.write_text("")
     assert read_overlap_config(path) == {}
-    for broken, says in (("- a\n", "table of tables"), ("a: 1\n", "table of tables"), ("a: [", "not YAML")):
-        path.write_text(broken)
+    for broken, says in (("- a\n", "table of tables"), ("a: 1\n", "table of tables"), ("a: [", "not YAML"), ("\udcff", "not YAML")):
+        path.write_text(broken, errors="surrogateescape")
         with pytest.raises(OverlapConfigError, match=says):
             read_overlap_config(path)
