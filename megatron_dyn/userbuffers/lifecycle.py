@@ -64,10 +64,11 @@ def initialize_ub(
     if layout_fence not in LAYOUT_FENCES:
         raise ValueError(f"layout fence {layout_fence!r} is not known: use one of {', '.join(LAYOUT_FENCES)}.")
     modes = known_modes(quantization_modes)
-    shape = tuple(shape)
+    for what, count in (("tp_size", tp_size), ("fp8_local_rows", fp8_local_rows)):
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{what} is {count!r}: it must be a whole number of at least 1.")
     local_rows = fp8_local_rows if any(mode.value == "fp8" for mode in modes) else 1
-    # A capacity is an active shape like any other: T = capacity has to work.
-    check_active_shape(shape, capacity=shape if len(shape) == 2 else (0, 0), tp_size=tp_size, local_rows=local_rows, name="the capacity")
+    shape = _checked_capacity(shape, tp_size, local_rows)
     tables = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
     if len(tables) != len(modes):
         raise ValueError(f"{len(tables)} tables in ub_cfgs for {len(modes)} quantization modes: give one for each, or one for all.")
@@ -83,7 +84,11 @@ def initialize_ub(
         from megatron_dyn.userbuffers.reference import ReferenceBackend
 
         made = ReferenceBackend(shape, **arguments)
-    _manager = UserBuffers(made, layout_fence=layout_fence, reason=reason)
+    try:
+        _manager = UserBuffers(made, layout_fence=layout_fence, reason=reason)
+    except BaseException:
+        made.close()
+        raise
     return _manager
 
 
@@ -109,6 +114,7 @@ def current() -> UserBuffers:
 def set_ub_active_shape(shape: Sequence[int]) -> None:
     """Use the first [T, hidden] of every buffer from now on. See `UserBuffers.set_active_shape`."""
     manager = _manager or current()
+    manager._unseen_uses = True
     if shape != manager._active:
         manager.set_active_shape(shape)
 
@@ -139,6 +145,18 @@ def destroy_ub() -> None:
     if _manager is not None:
         manager, _manager = _manager, None
         manager.close()
+
+
+def _checked_capacity(shape: Sequence[int], tp_size: int, local_rows: int) -> tuple[int, int]:
+    """A capacity is an active shape like any other: T = capacity has to work."""
+    try:
+        capacity = tuple(shape)
+    except TypeError:
+        capacity = ()
+    rows = check_active_shape(
+        capacity or shape, capacity=capacity if len(capacity) == 2 else (0, 0), tp_size=tp_size, local_rows=local_rows, name="the capacity"
+    )
+    return rows, int(capacity[1])
 
 
 def _group(tp_group: dist.ProcessGroup | None, tp_size: int) -> dist.ProcessGroup:

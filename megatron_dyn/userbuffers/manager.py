@@ -76,6 +76,8 @@ class UserBuffers:
         self._fence_all = layout_fence == "always"
         self._fence_changes = layout_fence == "auto" and backend.one_sided
         self._exchange = 0
+        # Somebody else may have used the communicators since the last layer call: their owner before, or whoever sets shapes by hand.
+        self._unseen_uses = getattr(backend, "adopted", False)
         self.rows = self.capacity[0]
         self._with_own_rows: list[Communicator] = []
         # What set_active_shape compares with: None while single communicators have shapes of their own.
@@ -96,6 +98,7 @@ class UserBuffers:
         Raises:
             ActiveShapeError: a shape that some communicator cannot take; all keep the old one.
         """
+        self._unseen_uses = True
         if shape == self._active:
             return
         rows = self._checked(shape)
@@ -109,6 +112,7 @@ class UserBuffers:
         rows = check_active_shape(
             shape, capacity=communicator.capacity, tp_size=self.tp_size, local_rows=communicator.local_rows, name=communicator.name
         )
+        self._unseen_uses = True
         if rows == communicator.rows:
             return
         self.backend.set_rows_of(communicator, rows)
@@ -135,10 +139,14 @@ class UserBuffers:
         Raises:
             ActiveShapeError: see `set_active_shape`.
         """
-        if rows != self.rows or self._active is None:
-            self._change(self._checked([rows, self.capacity[1]]))
-        last = self._exchange
         wants_fence = self._fence_all
+        if rows != self.rows or self._active is None:
+            checked = self._checked([rows, self.capacity[1]])
+            if self._unseen_uses and self._fence_changes:
+                wants_fence |= any(communicator.rows != rows for communicator in used)
+            self._change(checked)
+        self._unseen_uses = False
+        last = self._exchange
         for communicator in used:
             if communicator.used_rows != rows:
                 wants_fence |= self._fence_changes and communicator.used_in == last
@@ -181,10 +189,12 @@ class UserBuffers:
 
     def close(self) -> None:
         """Free the buffers. The communicators are of no use afterwards."""
+        self._set_rows = None  # it holds the native communicators, which have to go before others are made
         self.backend.close()
         for communicator in self.communicators.values():
             communicator._manager = _CLOSED
         self.communicators = {}
+        self._set_rows = _CLOSED.set_rows  # the backend's would keep the buffers alive as long as this manager
 
     def _checked(self, shape: Sequence[int]) -> int:
         try:  # what a training step passes, without a call; `check_active_shape` decides about everything else
@@ -207,6 +217,9 @@ class UserBuffers:
 
 class _Closed:
     rows = 0
+
+    def set_rows(self, rows: int) -> None:
+        raise ActiveShapeError("the buffers were destroyed with destroy_ub(): there is none to give a shape to. Initialise again.")
 
     def set_shape_of(self, communicator: Communicator, shape: Sequence[int]) -> None:
         raise ActiveShapeError(

@@ -130,6 +130,33 @@ def test_calls_from_outside_the_layers_fence_every_change_because_their_uses_are
     assert manager.fences == 3
 
 
+def test_a_layer_call_after_a_shape_from_outside_is_fenced_where_it_changes_the_layout_again():
+    """Somebody may have exchanged through the buffers in between, and the manager sees layer calls only."""
+    for single in (False, True):
+        for shape in ([64, 8], [32, 8]):  # the same as before, and another
+            manager, _ = made()
+            (manager.get("proj_fprop").set_buffer_active_shape if single else manager.set_active_shape)(shape)
+            fences = manager.fences
+            run(manager, [("proj_fprop",)], 16)
+            assert manager.fences == fences + 1
+            run(manager, [("qkv_fprop",), ("proj_fprop",)], 64)  # seen again
+            assert manager.fences == fences + 1
+    manager, _ = made()
+    manager.set_active_shape([64, 8])
+    run(manager, [("proj_fprop",)], 64)
+    run(manager, [("qkv_fprop",)], 32)
+    assert manager.fences == 0
+
+
+def test_the_first_change_of_adopted_communicators_is_fenced_for_their_owner_may_just_have_used_them():
+    for adopted in (False, True):
+        backend = FakeBackend()
+        backend.adopted = adopted
+        manager = UserBuffers(backend)
+        run(manager, [("proj_fprop",), ("qkv_fprop",)], 32)
+        assert manager.fences == adopted
+
+
 def test_always_fences_every_layer_call_and_never_none():
     manager, _ = made(layout_fence="always")
     run(manager, FORWARD, 64)
@@ -176,3 +203,5 @@ def test_a_destroyed_communicator_says_so():
     assert backend.calls == ["close"]
     with pytest.raises(ActiveShapeError, match="destroy_ub"):
         one.set_buffer_active_shape([8, 8])
+    with pytest.raises(ActiveShapeError, match="were destroyed with destroy_ub"):
+        manager.begin((one,), 8)
