@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process's communicators: made once at capacity, found by the layers, destroyed on purpose."""
 
+import operator
 from typing import Mapping, Sequence
 
 import torch
@@ -150,13 +151,12 @@ def destroy_ub() -> None:
 def _checked_capacity(shape: Sequence[int], tp_size: int, local_rows: int) -> tuple[int, int]:
     """A capacity is an active shape like any other: T = capacity has to work."""
     try:
-        capacity = tuple(shape)
-    except TypeError:
-        capacity = ()
-    rows = check_active_shape(
-        capacity or shape, capacity=capacity if len(capacity) == 2 else (0, 0), tp_size=tp_size, local_rows=local_rows, name="the capacity"
-    )
-    return rows, int(capacity[1])
+        rows, hidden = (operator.index(size) for size in shape)
+    except (TypeError, ValueError):
+        rows = hidden = 0
+    asked = shape if hidden < 1 else [rows, hidden]
+    rows = check_active_shape(asked, capacity=(rows, max(hidden, 1)), tp_size=tp_size, local_rows=local_rows, name="the capacity")
+    return rows, hidden
 
 
 def _group(tp_group: dist.ProcessGroup | None, tp_size: int) -> dist.ProcessGroup:
