@@ -80,30 +80,35 @@ class TransformerEngineBackend:
         self._shapes = extension.ActiveShapes()
         self.set_rows = self._shapes.set_rows  # the native call itself
         self._helper = self._fence_communicator = None
+        self.communicators: list[Communicator] = []
         self.adopted = base._ub_communicators is not None
-        if not self.adopted:
-            _check_consecutive(tp_group, tp_size)
-            _check_tables(specs, modes)
-            if not with_cublasmp:
-                self._make_fence(tp_size, bootstrap_backend)
-            base.initialize_ub(
-                list(shape),
-                tp_size,
-                quantization_modes=[base.UserBufferQuantizationMode(mode.value) for mode in modes],
-                dtype=dtype,
-                ub_cfgs=[{name: dict(options) for name, options in (table or {}).items()} for table in tables],
-                bootstrap_backend=bootstrap_backend,
-                **({"with_cublasmp": True} if with_cublasmp else {}),
-            )
-        by_mode = {mode.value: spec for mode, spec in zip(modes, specs)}
-        self.communicators: list[Communicator] = [
-            self._wrap(te_communicator, name, mode.value, by_mode, shape, tp_size, local_rows)
-            for (name, mode), te_communicator in base._ub_communicators.items()
-        ]
-        self._fence_token = None
-        if self._fence_communicator is None:
-            self._fence_token = torch.zeros(1, device=device.compute_device())
-        self._check_layouts()
+        try:
+            if not self.adopted:
+                _check_consecutive(tp_group, tp_size)
+                _check_tables(specs, modes)
+                if not with_cublasmp:
+                    self._make_fence(tp_size, bootstrap_backend)
+                base.initialize_ub(
+                    list(shape),
+                    tp_size,
+                    quantization_modes=[base.UserBufferQuantizationMode(mode.value) for mode in modes],
+                    dtype=dtype,
+                    ub_cfgs=[{name: dict(options) for name, options in (table or {}).items()} for table in tables],
+                    bootstrap_backend=bootstrap_backend,
+                    **({"with_cublasmp": True} if with_cublasmp else {}),
+                )
+            by_mode = {mode.value: spec for mode, spec in zip(modes, specs)}
+            for (name, mode), te_communicator in base._ub_communicators.items():
+                self.communicators.append(self._wrap(te_communicator, name, mode.value, by_mode, shape, tp_size, local_rows))
+            if self.adopted:
+                _check_adopted(self.communicators, modes)
+            self._fence_token = None
+            if self._fence_communicator is None:
+                self._fence_token = torch.zeros(1, device=device.compute_device())
+            self._check_layouts()
+        except BaseException:
+            self._release()  # else the next call would adopt what this one had half made
+            raise
 
     def set_rows_of(self, communicator: Communicator, rows: int) -> None:
         if communicator.index is not None:
@@ -123,6 +128,9 @@ class TransformerEngineBackend:
         if self.adopted:
             for communicator in self.communicators:
                 self.set_rows_of(communicator, communicator.capacity[0])
+        self._release()
+
+    def _release(self) -> None:
         for communicator in self.communicators:
             communicator.native = None
         self.communicators = []
@@ -156,6 +164,11 @@ class TransformerEngineBackend:
         if not cublasmp:
             index = (self._shapes.add_ring if is_ring else self._shapes.add_bulk)(te_communicator)
             layout = self._shapes.layout(index)
+            if layout["tp_size"] != tp_size:
+                raise ValueError(
+                    f"{name} was registered by somebody else for {layout['tp_size']} tensor-parallel ranks, but tp_size is {tp_size}: chunks would "
+                    "start at the wrong rows. Pass the size it was registered for."
+                )
             capacity, chunks, nbytes = (layout["capacity_rows"], layout["hidden"]), layout["chunks"], layout["capacity_bytes"]
         spec = by_mode.get(mode, {}).get(name) if not self.adopted else None
         if spec is None:
@@ -198,6 +211,18 @@ def _check_consecutive(tp_group: dist.ProcessGroup, tp_size: int) -> None:
         )
 
 
+def _check_adopted(communicators: Sequence[Communicator], modes: Sequence[UserBufferQuantizationMode]) -> None:
+    """That somebody else's communicators can serve the layers."""
+    missing = {mode.value for mode in modes} - {"fp8" if c.quantized else "none" for c in communicators}
+    if missing:
+        raise ValueError(
+            f"Transformer Engine's UserBuffers were initialised by somebody else without quantization mode {', '.join(sorted(missing))}: layers "
+            "would find no buffer. Pass the modes they were made with, or destroy them and let this package register."
+        )
+    for communicator in communicators:
+        _check_pipelined_dgrad(communicator.spec, communicator.quantized)
+
+
 def _check_tables(specs: Sequence[Mapping[str, CommunicatorSpec]], modes: Sequence[UserBufferQuantizationMode]) -> None:
     if len(specs) > 1 and any("qkv_wgrad" not in spec or "fc1_wgrad" not in spec for spec in specs):
         raise OverlapConfigError(
@@ -206,9 +231,13 @@ def _check_tables(specs: Sequence[Mapping[str, CommunicatorSpec]], modes: Sequen
         )
     for spec, mode in zip(specs, modes):
         for name in DGRADS_OF_COLUMNS:
-            # split_overlap_rs takes contiguous pieces of the weight, which are its columns only where it is stored transposed, as in FP8.
-            if mode is UserBufferQuantizationMode.NONE and spec[name].method == "pipeline":
-                raise OverlapConfigError(
-                    f"{name} with method 'pipeline' and unquantized operands: Transformer Engine splits the weight at the wrong places there "
-                    "and the input gradient is wrong, at any T. Use 'ring_exchange' (or FP8)."
-                )
+            _check_pipelined_dgrad(spec[name], mode is not UserBufferQuantizationMode.NONE)
+
+
+def _check_pipelined_dgrad(spec: CommunicatorSpec, quantized: bool) -> None:
+    # split_overlap_rs takes contiguous pieces of the weight, which are its columns only where it is stored transposed, as in FP8.
+    if spec.name in DGRADS_OF_COLUMNS and spec.method == "pipeline" and not quantized:
+        raise OverlapConfigError(
+            f"{spec.name} with method 'pipeline' and unquantized operands: Transformer Engine splits the weight at the wrong places there "
+            "and the input gradient is wrong, at any T. Use 'ring_exchange' (or FP8)."
+        )
