@@ -6,6 +6,7 @@
 | sequence parallelism (and UserBuffers)      | tp                             |
 | context parallelism (two chunks a rank)     | 2 * cp (* tp with SP)          |
 | FP8 matrix products                         | 16 rows on each rank that holds a shard |
+| fewer distinct shapes (a token bucket)      | the bucket, rounded up to all of these  |
 
 Context parallelism also cuts every *document* into `2 * cp` chunks, see :func:`document_alignment_for`.
 """
@@ -22,7 +23,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def alignment_for(
-    *, tensor_parallel: int, context_parallel: int = 1, sequence_parallel: bool, fp8: bool = False
+    *, tensor_parallel: int, context_parallel: int = 1, sequence_parallel: bool, fp8: bool = False, token_bucket: int = 1
 ) -> int:
     """Multiple that T, the padded length of a microbatch in tokens, must be.
 
@@ -32,6 +33,8 @@ def alignment_for(
             (Transformer Engine's `thd` context parallelism), hence the factor 2.
         sequence_parallel: whether activations between tensor-parallel regions are split by rows over those ranks.
         fp8: whether matrix products run in FP8.
+        token_bucket: at least this many tokens lie between two values of T, rounded up to what the others ask for; bounds the number
+            of distinct shapes.
 
     Raises:
         ValueError: a size is below 1.
@@ -43,7 +46,9 @@ def alignment_for(
         )
     row_shards = context_parallel * (tensor_parallel if sequence_parallel else 1)
     chunks = row_shards if context_parallel == 1 else 2 * row_shards
-    return math.lcm(chunks, FP8_ROWS * row_shards) if fp8 else chunks
+    if token_bucket < 1:
+        raise ValueError(f"token_bucket is {token_bucket}: T cannot be a multiple of it; give at least 1")
+    return round_up(token_bucket, math.lcm(chunks, FP8_ROWS * row_shards) if fp8 else chunks)
 
 
 def document_alignment_for(*, context_parallel: int = 1) -> int:

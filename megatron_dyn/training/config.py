@@ -135,6 +135,12 @@ class DataConfig:
     drop_last: bool = False
     """Drop the short step at the end of an epoch (counted) instead of training on it."""
 
+    token_bucket: int = 1
+    """Round T up to multiples of this: at most capacity / bucket different shapes, at the price of more padding."""
+
+    cost_file: str | None = None
+    """Measured cost of tokens and attention to balance by (python -m megatron_dyn calibrate; none: the model's operations)."""
+
     pad_microbatches_to_capacity: bool = False
     """Pad every microbatch to the token budget, as with a constant shape: for comparisons, since the padding is computed too."""
 
@@ -160,6 +166,7 @@ class DataConfig:
             "neither --tokenizer-model nor --vocab-size: the embedding's size would be a guess",
         )
         require(self.vocab_size is None or self.vocab_size >= 1, f"--vocab-size is {self.vocab_size}: it must be at least 1")
+        require(self.token_bucket >= 1, f"--token-bucket is {self.token_bucket}: it must be at least 1")
         require(self.prefetch_steps >= 0, f"--prefetch-steps is {self.prefetch_steps}: it must be at least 0")
 
 

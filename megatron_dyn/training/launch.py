@@ -9,17 +9,11 @@ import importlib.util
 import json
 import sys
 import traceback
-import warnings
 
 import torch
 import torch.distributed as dist
-
-# Megatron-Core warns once per module and rank that Transformer Engine and Apex are absent; the header says it once.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-# Megatron-Core 0.16 calls torch's collectives by names that torch 2.13 renames; nothing a user could do about it.
-warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_dyn
 from megatron_dyn import device, userbuffers
@@ -91,11 +85,11 @@ class Inputs:
             require_writable(flag, folder)
         require_continuation(run.checkpoint)
         try:
-            self.process_group_backend = _backend(run)
+            self.process_group_backend = process_group_backend(run)
             self.device = device.initialize_device(backend=self.process_group_backend)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self.layers = _layers_for(run)
+        self.layers = layers_for(run)
         data = run.data
         tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
         if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
@@ -107,7 +101,7 @@ class Inputs:
         self.pad_token_id = next((token for token in specials if token is not None), 0)
         self.splits: CorpusSplits = open_corpus(data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size)
         self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
-        cost = run.model.cost_model(self.vocab_size)
+        cost = run.cost_model(self.vocab_size)
         self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
         if self.splits.train is None:
             raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
@@ -150,19 +144,8 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     agreement.check("the settings and the documents", json.dumps(facts, sort_keys=True, default=str))
 
     rank = parallel_state.get_data_parallel_rank()
-    overlap = initialize_overlap(
-        run, capacity=inputs.plan_config.capacity, layers=inputs.layers, process_group_backend=inputs.process_group_backend
-    )
-    config = transformer_config(
-        run.model, run.parallel, precision=run.precision, **overlap_settings(run.overlap), **fp8_settings(run.fp8)
-    )
-    chunks = build_model(
-        config,
-        run.model,
-        vocab_size=inputs.vocab_size,
-        backend=inputs.layers,
-        seed=run.training.seed,
-        fuse_weight_gradients=inputs.layers == "te" and run.training.gradient_accumulation_fusion,
+    config, chunks, overlap = run_model(
+        run, vocab_size=inputs.vocab_size, layers=inputs.layers, process_group_backend=inputs.process_group_backend
     )
     parameters = _parameters(chunks)
     models = wrap_models(chunks, config, run.parallel)
@@ -242,7 +225,25 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         locks.release()
 
 
-def _layers_for(run: RunConfig) -> str:
+def run_model(
+    run: RunConfig, *, vocab_size: int, layers: str, process_group_backend: str
+) -> tuple[TransformerConfig, list[torch.nn.Module], str | None]:
+    """The model of a run, and before it the buffers its layers exchange through.
+
+    Returns:
+        Its configuration, its chunks on this rank, and what there is of overlap (see `initialize_overlap`).
+    """
+    capacity = run.plan_config(data_parallel_size=1).capacity
+    overlap = initialize_overlap(run, capacity=capacity, layers=layers, process_group_backend=process_group_backend)
+    extra = overlap_settings(run.overlap) | fp8_settings(run.fp8)
+    config = transformer_config(run.model, run.parallel, precision=run.precision, **extra)
+    fused = layers == "te" and run.training.gradient_accumulation_fusion
+    seed = run.training.seed
+    chunks = build_model(config, run.model, vocab_size=vocab_size, backend=layers, seed=seed, fuse_weight_gradients=fused)
+    return config, chunks, overlap
+
+
+def layers_for(run: RunConfig) -> str:
     """Layers of this machine: Megatron-Core's own with our attention on a CPU, Transformer Engine's on GPUs."""
     if not device.has_gpu():
         if run.fp8.fp8:
@@ -256,7 +257,7 @@ def _layers_for(run: RunConfig) -> str:
     if run.precision == "fp32":
         raise ConfigError("Transformer Engine has no attention for packed sequences in fp32: give --bf16")
     parallel = run.parallel
-    if _backend(run) == "gloo" and (parallel.pipeline_model_parallel_size > 1 or parallel.overlap_grad_reduce):
+    if process_group_backend(run) == "gloo" and (parallel.pipeline_model_parallel_size > 1 or parallel.overlap_grad_reduce):
         raise ConfigError(
             "gloo on GPUs (several ranks sharing a card) has no point-to-point and no overlapped communication of GPU tensors: "
             "leave out --pipeline-model-parallel-size and the overlaps, or use nccl with a card for each rank"
@@ -269,7 +270,7 @@ def _layers_for(run: RunConfig) -> str:
     return "te"
 
 
-def _backend(run: RunConfig) -> str:
+def process_group_backend(run: RunConfig) -> str:
     wanted = run.parallel.distributed_backend
     return device.distributed_backend(None if wanted == "auto" else wanted)
 

@@ -5,8 +5,9 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from megatron_dyn.pipeline.schedule import microbatch_multiple
-from megatron_dyn.planning import PlanConfig, alignment_for
+from megatron_dyn.planning import CostModel, PlanConfig, alignment_for
 from megatron_dyn.planning.alignment import round_up
+from megatron_dyn.planning.cost_file import read_cost_file
 from megatron_dyn.training.config import (
     CheckpointConfig,
     ConfigError,
@@ -77,6 +78,19 @@ class RunConfig:
             return int(self.optimizer.lr_warmup_fraction * decay)
         return self.optimizer.lr_warmup_iters
 
+    def cost_model(self, vocab_size: int = 0) -> CostModel:
+        """What pieces cost: measured coefficients where a file is given, else the model's operations.
+
+        Raises:
+            ConfigError: The file cannot be used.
+        """
+        if self.data.cost_file is None:
+            return self.model.cost_model(vocab_size)
+        try:
+            return read_cost_file(self.data.cost_file)
+        except ValueError as error:
+            raise ConfigError(f"--cost-file {error}") from error
+
     def plan_config(self, *, data_parallel_size: int, **changes) -> PlanConfig:
         """The planner's settings: the only place where T's alignment follows from the parallel sizes.
 
@@ -91,6 +105,7 @@ class RunConfig:
             tensor_parallel=self.parallel.tensor_model_parallel_size,
             sequence_parallel=self.parallel.sequence_parallel,
             fp8=self.fp8.fp8 is not None,
+            token_bucket=self.data.token_bucket,
         )
         if self.data.pad_microbatches_to_capacity:
             alignment = round_up(self.data.max_tokens_per_microbatch, alignment)
@@ -108,7 +123,7 @@ class RunConfig:
                 self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
             ),
             document_order=self.data.document_order,
-            cost=self.model.cost_model(),
+            cost=self.cost_model(),
         )
         try:
             return PlanConfig(**(settings | changes))

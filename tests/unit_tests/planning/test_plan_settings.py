@@ -18,6 +18,10 @@ from megatron_dyn.planning import CostModel, PlanConfig, Planner, PlanError, ali
         (dict(tensor_parallel=2, sequence_parallel=True, fp8=True), 32),
         (dict(tensor_parallel=3, context_parallel=2, sequence_parallel=True, fp8=True), 96),
         (dict(tensor_parallel=1, sequence_parallel=False, fp8=True), 16),
+        (dict(tensor_parallel=1, sequence_parallel=False, token_bucket=500), 500),
+        (dict(tensor_parallel=8, sequence_parallel=True, token_bucket=500), 504),
+        (dict(tensor_parallel=2, sequence_parallel=True, fp8=True, token_bucket=33), 64),
+        (dict(tensor_parallel=4, sequence_parallel=True, token_bucket=1), 4),
     ],
 )
 def test_alignment_rule(sizes, expected):
@@ -28,6 +32,8 @@ def test_document_alignment_and_bad_sizes():
     assert [document_alignment_for(context_parallel=cp) for cp in (1, 2, 4)] == [1, 4, 8]
     with pytest.raises(ValueError, match="tensor_parallel=0"):
         alignment_for(tensor_parallel=0, sequence_parallel=True)
+    with pytest.raises(ValueError, match="token_bucket is 0"):
+        alignment_for(tensor_parallel=1, sequence_parallel=False, token_bucket=0)
     with pytest.raises(ValueError, match="context_parallel must be at least 1"):
         document_alignment_for(context_parallel=0)
 
