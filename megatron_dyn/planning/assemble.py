@@ -11,6 +11,7 @@ Shapes: p pieces, M = ranks * K microbatches, in rank-major order.
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -68,45 +69,12 @@ def assemble(
         drop_last_documents: for the statistics, see StepStats.
     """
     microbatch_of, per_rank = divide(pieces.length, config)
-    total = per_rank * config.data_parallel_size
-    order = np.argsort(microbatch_of, kind="stable")  # within a microbatch: the order of the step
-    count = np.bincount(microbatch_of, minlength=total)
-    length = pieces.length[order]
-    padded = round_up(length, config.document_alignment)
-    first = np.concatenate([[0], np.cumsum(count)])
-    microbatches = []
-    table = np.stack([pieces.document[order], pieces.start[order], length], axis=1).astype("<i8")
-    rows = [Piece(*row) for row in table.tolist()]
-    has_label = length - pieces.ends_document[order]
-    ends_real = np.concatenate([[0], np.cumsum(length)])
-    ends_padded = np.concatenate([[0], np.cumsum(padded)])
-    ends_label = np.concatenate([[0], np.cumsum(has_label)])
-    ends_square = np.concatenate([[0], np.cumsum(length * length)])
-    for a, b in zip(first[:-1].tolist(), first[1:].tolist()):
-        if a == b:
-            microbatches.append(_filler(config.alignment))
-            continue
-        cu_real = (ends_real[a : b + 1] - ends_real[a]).astype(np.int32)
-        cu_padded = (ends_padded[a : b + 1] - ends_padded[a]).astype(np.int32)
-        T = round_up(int(cu_padded[-1]), config.alignment)
-        cu_padded[-1] = T  # all padding for the alignment lies behind the last piece
-        num_tokens = int(cu_real[-1])
-        microbatches.append(
-            MicrobatchPlan(
-                pieces=tuple(rows[a:b]),
-                num_tokens=num_tokens,
-                num_loss_tokens=int(ends_label[b] - ends_label[a]),
-                T=T,
-                cu_seqlens=_read_only(cu_real),
-                cu_seqlens_padded=_read_only(cu_padded),
-                max_seqlen=int(np.diff(cu_padded).max()),
-                cost=config.cost.of_sums(num_tokens, int(ends_square[b] - ends_square[a])),
-            )
-        )
+    table = MicrobatchTable.of(pieces, microbatch_of, per_rank * config.data_parallel_size, config)
+    microbatches = table.microbatches(config.alignment)
     by_rank = tuple(tuple(microbatches[r * per_rank : (r + 1) * per_rank]) for r in range(config.data_parallel_size))
     digest = hashlib.sha256(digest_seed)
     digest.update(b"step %d epoch %d;" % (step, epoch))
-    for array in (count, [mb.T for mb in microbatches], table):
+    for array in (table.count, table.T, table.rows):
         digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
     return StepPlan(
         step=step,
@@ -114,16 +82,96 @@ def assemble(
         documents=_read_only(documents),
         microbatches=by_rank,
         digest=digest.hexdigest(),
-        stats=_stats(by_rank, documents, pieces, config, empty_documents, drop_last_documents),
+        stats=_stats(table, documents, pieces, config, empty_documents, drop_last_documents),
     )
 
 
-def _filler(alignment: int) -> MicrobatchPlan:
-    cu_seqlens = _read_only(np.array([0, alignment], dtype=np.int32))
-    return MicrobatchPlan(
-        pieces=(), num_tokens=0, num_loss_tokens=0, T=alignment, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens,
-        max_seqlen=alignment, cost=0.0,
-    )
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchTable:
+    """The pieces of a step in running order, and what each microbatch holds: a plan written as columns.
+
+    Thousands of small numpy calls are what making a plan costs; here each number is made for all microbatches at once.
+    """
+
+    rows: np.ndarray  # [p, 3] document, start, length
+    count: np.ndarray  # [M] pieces
+    first: np.ndarray  # [M + 1] first piece
+    cu_seqlens: np.ndarray  # [p + M] int32, microbatch i at first[i] + i, count[i] + 1 entries
+    cu_seqlens_padded: np.ndarray  # [p + M] int32
+    T: np.ndarray  # [M]
+    tokens: np.ndarray  # [M]
+    loss_tokens: np.ndarray  # [M]
+    max_seqlen: np.ndarray  # [M]
+    cost: np.ndarray  # [M] float64
+
+    @classmethod
+    def of(cls, pieces: StepPieces, microbatch_of: np.ndarray, total: int, config: PlanConfig) -> "MicrobatchTable":
+        """Write down `total` microbatches.
+
+        Args:
+            microbatch_of: microbatch of each piece, int64 [p].
+        """
+        order = np.argsort(microbatch_of, kind="stable")  # within a microbatch: the order of the step
+        count = np.bincount(microbatch_of, minlength=total)
+        first = np.concatenate([[0], np.cumsum(count)])
+        length = pieces.length[order]
+        padded = round_up(length, config.document_alignment)
+        ends_padded = _ends(padded)
+        T = round_up(ends_padded[first[1:]] - ends_padded[first[:-1]], config.alignment)
+        last = first[1:][count > 0] - 1
+        padded[last] += T[count > 0] - np.diff(ends_padded[first])[count > 0]  # padding for the alignment lies behind the last piece
+        T[count == 0] = config.alignment
+        tokens, squares = np.diff(_ends(length)[first]), np.diff(_ends(length * length)[first])
+        longest = np.full(total, config.alignment, dtype=np.int64)
+        if len(length):
+            longest[count > 0] = np.maximum.reduceat(padded, first[:-1][count > 0])
+        return cls(
+            rows=np.stack([pieces.document[order], pieces.start[order], length], axis=1).astype("<i8"),
+            count=count,
+            first=first,
+            cu_seqlens=_boundaries(length, first),
+            cu_seqlens_padded=_boundaries(padded, first),
+            T=T,
+            tokens=tokens,
+            loss_tokens=np.diff(_ends(length - pieces.ends_document[order])[first]),
+            max_seqlen=longest,
+            cost=config.cost.of_sums(tokens, squares),
+        )
+
+    def microbatches(self, alignment: int) -> list[MicrobatchPlan]:
+        """One object for each microbatch; its arrays are read-only views."""
+        pieces = list(map(Piece._make, self.rows.tolist()))
+        filler = np.array([0, alignment], dtype=np.int32)
+        filler.flags.writeable = False
+        columns = (self.tokens, self.loss_tokens, self.T, self.max_seqlen, self.cost)
+        made = []
+        for i, (a, b, *numbers) in enumerate(zip(self.first.tolist(), self.first[1:].tolist(), *(c.tolist() for c in columns))):
+            tokens, loss_tokens, T, max_seqlen, cost = numbers
+            real, padded = (self.cu_seqlens[a + i : b + i + 1], self.cu_seqlens_padded[a + i : b + i + 1]) if a < b else (filler, filler)
+            made.append(
+                MicrobatchPlan(
+                    pieces=tuple(pieces[a:b]), num_tokens=tokens, num_loss_tokens=loss_tokens, T=T, cu_seqlens=real,
+                    cu_seqlens_padded=padded, max_seqlen=max_seqlen, cost=cost,
+                )
+            )
+        return made
+
+
+def _ends(values: np.ndarray) -> np.ndarray:
+    """0 and the running sums, int64 [p + 1]."""
+    ends = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=ends[1:])
+    return ends
+
+
+def _boundaries(length: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Cumulative lengths within each microbatch, each with its leading 0, one after the other; read-only int32 [p + M]."""
+    ends = _ends(length)
+    microbatches = np.arange(len(first) - 1)
+    of_entry = np.repeat(microbatches, np.diff(first) + 1)
+    boundaries = (ends[np.arange(len(of_entry)) - of_entry] - ends[first[of_entry]]).astype(np.int32)
+    boundaries.flags.writeable = False
+    return boundaries
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
@@ -132,28 +180,27 @@ def _read_only(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _stats(by_rank, documents, pieces: StepPieces, config: PlanConfig, empty: int, drop_last: int) -> StepStats:
-    every = [mb for rank in by_rank for mb in rank]
-    real = [mb for mb in every if not mb.is_filler]
-    T_real = [mb.T for mb in real] or [config.alignment]
-    tokens, slots = sum(mb.num_tokens for mb in every), sum(mb.T for mb in every)
-    rank_costs = [math.fsum(mb.cost for mb in rank) for rank in by_rank]
+def _stats(table: MicrobatchTable, documents, pieces: StepPieces, config: PlanConfig, empty: int, drop_last: int) -> StepStats:
+    real = table.count > 0
+    T_real = table.T[real] if real.any() else np.array([config.alignment])
+    tokens, slots = int(table.tokens.sum()), int(table.T.sum())
+    rank_costs = [math.fsum(costs) for costs in table.cost.reshape(config.data_parallel_size, -1).tolist()]
     return StepStats(
         tokens=tokens,
-        loss_tokens=sum(mb.num_loss_tokens for mb in every),
+        loss_tokens=int(table.loss_tokens.sum()),
         documents=len(documents) - pieces.dropped_documents,
         pieces=len(pieces),
-        microbatches=len(every),
-        fillers=len(every) - len(real),
-        T_min=min(T_real),
-        T_mean=sum(T_real) / len(T_real),
-        T_max=max(T_real),
+        microbatches=len(real),
+        fillers=int(np.count_nonzero(~real)),
+        T_min=int(T_real.min()),
+        T_mean=int(T_real.sum()) / len(T_real),
+        T_max=int(T_real.max()),
         capacity=config.capacity,
         slots=slots,
         padding=slots - tokens,
-        fill=tokens / (len(every) * config.max_tokens_per_microbatch),
+        fill=tokens / (len(real) * config.max_tokens_per_microbatch),
         slot_fill=tokens / slots,
-        imbalance=_largest_over_mean([mb.cost for mb in real]),
+        imbalance=_largest_over_mean(table.cost[real].tolist()),
         rank_imbalance=_largest_over_mean(rank_costs),
         split_documents=pieces.split_documents,
         truncated_documents=pieces.truncated_documents,
