@@ -36,17 +36,20 @@ class _SetsActiveShape:
     _known_communicators: tuple | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        manager = userbuffers.current()
         rows = x.numel() // x.size(-1)
         if self.parallel_mode == "column":
             rows *= self.tp_size
-        forward, backward = self._communicators(manager, FP8GlobalStateManager.is_fp8_enabled())
-        manager.begin(forward, rows)
+        fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        self._begin(0, fp8, rows)
         out, bias = super().forward(x)
         if out.requires_grad:
             # Runs when the gradient of `out` is complete, on the stream of this layer's backward and right before it.
-            out.register_hook(lambda grad: manager.begin(backward, rows))
+            out.register_hook(lambda grad: self._begin(1, fp8, rows))
         return out, bias
+
+    def _begin(self, backward: int, fp8: bool, rows: int) -> None:
+        manager = userbuffers.current()
+        manager.begin(self._communicators(manager, fp8)[backward], rows)
 
     def _communicators(self, manager: userbuffers.UserBuffers, fp8: bool) -> tuple[tuple, tuple]:
         """What a forward and a backward of this layer exchange through, in bf16 or FP8."""
