@@ -6,12 +6,8 @@ A field `max_tokens_per_microbatch` is the flag `--max-tokens-per-microbatch` an
 """
 
 import argparse
-import ast
 import dataclasses
 import difflib
-import functools
-import inspect
-import types
 import typing
 from pathlib import Path
 
@@ -19,6 +15,7 @@ import yaml
 
 from megatron_dyn.training import config as settings
 from megatron_dyn.training.config import ConfigError
+from megatron_dyn.training.field_flags import add_fields, base_type, field_docs, flag_name
 from megatron_dyn.training.model_config import ModelConfig
 from megatron_dyn.training.overlap import Fp8Config, OverlapConfig
 from megatron_dyn.training.run_config import RunConfig
@@ -70,24 +67,6 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass.
-
-    Args:
-        cls: A dataclass whose source is at hand.
-
-    Returns:
-        Field name -> explanation, in the order of the fields.
-    """
-    body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0].body
-    return {
-        node.target.id: inspect.cleandoc(text.value.value)
-        for node, text in zip(body, body[1:])
-        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-    }
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of `pretrain_gpt_thd.py`, one help group for each section. Nothing has a default: absent means absent."""
     parser = _Parser(
@@ -100,14 +79,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="YAML", help="file with any of these settings; flags win over it")
     for title, cls in SECTIONS.values():
         group = parser.add_argument_group(title)
-        docs = field_docs(cls)
-        types_of = typing.get_type_hints(cls)
-        for item in dataclasses.fields(cls):
-            _add_field(group, item, types_of[item.name], docs.get(item.name, ""))
+        add_fields(group, cls)
     for flag in _ALREADY_SO:
         parser.add_argument(flag, action="store_true", dest="_already_so", help=argparse.SUPPRESS)
     for name in REFUSED:
-        parser.add_argument(_flag(name), nargs="*", dest=f"_refused_{name}", help=argparse.SUPPRESS)
+        parser.add_argument(flag_name(name), nargs="*", dest=f"_refused_{name}", help=argparse.SUPPRESS)
     known = {flag for action in parser._actions for flag in action.option_strings}
     for flag, (name, value) in MEGATRON_SPELLINGS.items():
         if flag not in known:
@@ -131,7 +107,7 @@ def parse_arguments(argv: list[str], *, world_size: int) -> RunConfig:
     found = vars(build_parser().parse_args(argv))
     refused = [name.removeprefix("_refused_") for name in found if name.startswith("_refused_")]
     if refused:
-        raise ConfigError("; ".join(f"{_flag(name)}: {REFUSED[name]}" for name in refused))
+        raise ConfigError("; ".join(f"{flag_name(name)}: {REFUSED[name]}" for name in refused))
     found.pop("_already_so", None)
     path = found.pop("config", None)
     values = (read_yaml(path) if path is not None else {}) | found
@@ -155,7 +131,7 @@ def build_config(values: dict[str, object]) -> RunConfig:
             if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING and item.name not in values
         ]
         if missing:
-            raise ConfigError(f"missing: {', '.join(map(_flag, missing))}")
+            raise ConfigError(f"missing: {', '.join(map(flag_name, missing))}")
         try:
             sections[section] = cls(**{name: value for name, value in values.items() if name in names})
         except ConfigError:
@@ -204,42 +180,11 @@ def read_yaml(path: str) -> dict[str, object]:
     return values
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _add_field(group, item: dataclasses.Field, hint: object, doc: str) -> None:
-    base, choices = _base_type(hint)
-    default = None if item.default is dataclasses.MISSING else item.default
-    shown = doc.replace("%", "%%") + ("" if default in (None, False) else f" (default: {default})")
-    flag = _flag(item.name)
-    if base is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
-    elif base is list:
-        group.add_argument(flag, nargs="+", metavar="X", help=shown)
-    elif choices:
-        group.add_argument(flag, choices=choices, help=shown)
-    else:
-        group.add_argument(flag, type=base, metavar={int: "N", float: "X", str: "S"}[base], help=shown)
-
-
-def _base_type(hint: object) -> tuple[type, list | None]:
-    """int | None -> (int, None); Literal["a", "b"] -> (str, ["a", "b"]); list[str] -> (list, None)."""
-    options = [option for option in typing.get_args(hint) if option is not type(None)]
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return _base_type(options[0])
-    if typing.get_origin(hint) is typing.Literal:
-        return type(options[0]), options
-    if typing.get_origin(hint) in (list, tuple):
-        return list, None
-    return hint, None
-
-
 def _checked(path: str, name: str, value: object, hint: object) -> object:
     """A YAML value in the field's type; numbers may be written as 1e-4 (which YAML reads as text)."""
     if value is None and type(None) in typing.get_args(hint):
         return None
-    base, choices = _base_type(hint)
+    base, choices = base_type(hint)
     if base is float and not isinstance(value, bool):
         try:
             return float(value)
@@ -272,11 +217,11 @@ def flags_page() -> str:
         lines += ["", f"## {title} (`{section}:`)", "", "| flag | default | meaning |", "|---|---|---|"]
         docs, hints = field_docs(cls), typing.get_type_hints(cls)
         for item in dataclasses.fields(cls):
-            base, choices = _base_type(hints[item.name])
+            base, choices = base_type(hints[item.name])
             kind = "" if base is bool else f" {' or '.join(map(str, choices))}" if choices else f" {'X ...' if base is list else base.__name__}"
             needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
             default = "needed" if needed else "" if item.default in (None, dataclasses.MISSING) else f"`{item.default}`"
-            lines.append(f"| `{_flag(item.name)}`{kind} | {default} | {docs[item.name]} |")
+            lines.append(f"| `{flag_name(item.name)}`{kind} | {default} | {docs[item.name]} |")
     lines += ["", "## Refused, with the way out", "", "| flag of Megatron-LM | instead |", "|---|---|"]
-    lines += [f"| `{_flag(name)}` | {way_out} |" for name, way_out in REFUSED.items()]
+    lines += [f"| `{flag_name(name)}` | {way_out} |" for name, way_out in REFUSED.items()]
     return "\n".join(lines) + "\n"

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A field of a settings dataclass -> a flag: same name, and the string below the field as its help."""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string below each field of a dataclass.
+
+    Args:
+        cls: A dataclass whose source is at hand.
+
+    Returns:
+        Field name -> explanation, in the order of the fields.
+    """
+    body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0].body
+    return {
+        node.target.id: inspect.cleandoc(text.value.value)
+        for node, text in zip(body, body[1:])
+        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def flag_name(name: str) -> str:
+    """max_tokens -> --max-tokens."""
+    return "--" + name.replace("_", "-")
+
+
+def add_fields(group: argparse._ArgumentGroup, cls: type, names: typing.Collection[str] | None = None) -> None:
+    """Flags of a dataclass's fields (all of them, or those named)."""
+    docs, hints = field_docs(cls), typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        if names is None or item.name in names:
+            _add_field(group, item, hints[item.name], docs.get(item.name, ""))
+
+
+def _add_field(group: argparse._ArgumentGroup, item: dataclasses.Field, hint: object, doc: str) -> None:
+    base, choices = base_type(hint)
+    default = None if item.default is dataclasses.MISSING else item.default
+    shown = doc.replace("%", "%%") + ("" if default in (None, False) else f" (default: {default})")
+    flag = flag_name(item.name)
+    if base is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=shown)
+    elif base is list:
+        group.add_argument(flag, nargs="+", metavar="X", help=shown)
+    elif choices:
+        group.add_argument(flag, choices=choices, help=shown)
+    else:
+        group.add_argument(flag, type=base, metavar={int: "N", float: "X", str: "S"}[base], help=shown)
+
+
+def base_type(hint: object) -> tuple[type, list | None]:
+    """int | None -> (int, None); Literal["a", "b"] -> (str, ["a", "b"]); list[str] -> (list, None)."""
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return base_type(options[0])
+    if typing.get_origin(hint) is typing.Literal:
+        return type(options[0]), options
+    if typing.get_origin(hint) in (list, tuple):
+        return list, None
+    return hint, None
