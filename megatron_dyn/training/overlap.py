@@ -124,7 +124,7 @@ def check_overlap(run: "RunConfig") -> None:
     try:
         userbuffers.communicator_specs(overlap.table, tp, hidden=hidden)
     except userbuffers.OverlapConfigError as error:
-        require(False, f"--tp-comm-overlap-cfg: {error}")
+        require(False, f"{'--tp-comm-overlap-cfg' if overlap.tp_comm_overlap_cfg else '--tp-comm-overlap'}: {error}")
 
 
 def overlap_settings(run_overlap: OverlapConfig) -> dict[str, bool]:

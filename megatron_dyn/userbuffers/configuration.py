@@ -132,6 +132,7 @@ def _spec(name: str, method: str, is_reduce_scatter: bool, options: dict, tp_siz
     splits = tp_size if method == "ring_exchange" else options.get("num_splits", DEFAULT_PIPELINE_SPLITS)
     if splits < 1 or (method == "pipeline" and hidden is not None and hidden % splits):
         raise OverlapConfigError(
-            f"{name} splits the hidden dimension into num_splits: {splits}, which must be at least 1 and divide the hidden size {hidden}."
+            f"{name} splits the hidden dimension into num_splits: {splits}, which must be at least 1 and divide the hidden size {hidden}. Set "
+            f"num_splits of {name} in the table of communicators, or make it 'ring_exchange'."
         )
     return CommunicatorSpec(name=name, method=method, is_reduce_scatter=is_reduce_scatter, num_splits=splits, options=options)  # type: ignore[arg-type]

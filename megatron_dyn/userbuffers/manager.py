@@ -14,6 +14,7 @@ from megatron_dyn.userbuffers.shape import ActiveShapeError, check_active_shape
 
 LayoutFence = Literal["auto", "always", "never"]
 LAYOUT_FENCES = ("auto", "always", "never")
+_SEVERAL = object()
 
 
 class Backend(Protocol):
@@ -80,8 +81,8 @@ class UserBuffers:
         self._unseen_uses = getattr(backend, "adopted", False)
         self.rows = self.capacity[0]
         self._with_own_rows: list[Communicator] = []
-        # What set_active_shape compares with: None while single communicators have shapes of their own.
-        self._active: list[int] | None = list(self.capacity)
+        # What set_active_shape compares with: equal to no shape while single communicators have shapes of their own.
+        self._active: object = list(self.capacity)
         for communicator in backend.communicators:
             communicator._manager = self
 
@@ -102,7 +103,7 @@ class UserBuffers:
         if shape == self._active:
             return
         rows = self._checked(shape)
-        if rows != self.rows or self._active is None:
+        if rows != self.rows or self._active is _SEVERAL:
             self._change(rows)
             if self._fence_changes:
                 self.fence()
@@ -118,7 +119,7 @@ class UserBuffers:
         self.backend.set_rows_of(communicator, rows)
         communicator.own_rows = rows
         self._with_own_rows.append(communicator)
-        self._active = None
+        self._active = _SEVERAL
         if self._fence_changes:
             self.fence()
 
@@ -140,7 +141,7 @@ class UserBuffers:
             ActiveShapeError: see `set_active_shape`.
         """
         wants_fence = self._fence_all
-        if rows != self.rows or self._active is None:
+        if rows != self.rows or self._active is _SEVERAL:
             checked = self._checked([rows, self.capacity[1]])
             if self._unseen_uses and self._fence_changes:
                 wants_fence |= any(communicator.rows != rows for communicator in used)
@@ -194,6 +195,7 @@ class UserBuffers:
         for communicator in self.communicators.values():
             communicator._manager = _CLOSED
         self.communicators = {}
+        self._active = _SEVERAL  # so that every shape is a change
         self._set_rows = _CLOSED.set_rows  # the backend's would keep the buffers alive as long as this manager
 
     def _checked(self, shape: Sequence[int]) -> int:
@@ -207,7 +209,7 @@ class UserBuffers:
 
     def _change(self, rows: int) -> None:
         self._set_rows(rows)
-        if self._active is None:
+        if self._active is _SEVERAL:
             for communicator in self._with_own_rows:
                 communicator.own_rows = None
             self._with_own_rows.clear()

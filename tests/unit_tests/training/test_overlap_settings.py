@@ -57,6 +57,17 @@ def test_a_table_that_cannot_work_is_refused_before_anything_starts(tmp_path, ta
         parsed("--tp-comm-overlap", "--tp-comm-overlap-cfg", str(path), *words)
 
 
+def test_a_hidden_size_that_the_default_splits_do_not_divide_is_refused_with_the_way_out(tmp_path):
+    odd = ["--tp-comm-overlap", "--hidden-size", "72", "--num-attention-heads", "12", "--kv-channels", "6"]
+    parsed(*odd)
+    odd[2] = "66"
+    with pytest.raises(ConfigError, match="--tp-comm-overlap: proj_fprop .* divide the hidden size 66. Set num_splits of proj_fprop"):
+        parsed(*odd)
+    path = tmp_path / "overlap.yaml"
+    path.write_text("proj_fprop: {num_splits: 2}\nfc2_fprop: {method: ring_exchange}")
+    parsed(*odd, "--tp-comm-overlap-cfg", str(path))
+
+
 def test_megatrons_spellings_turn_the_parts_off():
     off = "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad"
     overlap = parsed("--tp-comm-overlap", *off.split()).overlap

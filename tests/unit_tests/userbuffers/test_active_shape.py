@@ -41,6 +41,15 @@ def test_a_shape_that_a_buffer_cannot_take_is_refused_with_its_numbers_and_the_o
     assert all(c.get_buffer_active_shape() == [16, 8] for c in manager.communicators.values())
 
 
+def test_a_shape_is_refused_just_so_while_one_communicator_has_its_own():
+    manager = UserBuffers(FakeBackend())
+    manager.get("qkv_fprop").set_buffer_active_shape([16, 8])
+    for shape in (None, 8, [], [None, 8], [7, 8]):
+        with pytest.raises(ActiveShapeError):
+            manager.set_active_shape(shape)
+    assert manager.get("qkv_fprop").rows == 16 and manager.get("fc1_fprop").rows == 64
+
+
 def test_fp8_rows_that_are_not_aligned_are_refused_and_unquantized_ones_are_not_held_to_it():
     shapes = dict(capacity=(128, 8), tp_size=2)
     assert check_active_shape([96, 8], **shapes, local_rows=16) == 96

@@ -203,5 +203,8 @@ def test_a_destroyed_communicator_says_so():
     assert backend.calls == ["close"]
     with pytest.raises(ActiveShapeError, match="destroy_ub"):
         one.set_buffer_active_shape([8, 8])
-    with pytest.raises(ActiveShapeError, match="were destroyed with destroy_ub"):
-        manager.begin((one,), 8)
+    for rows in (8, 64):
+        with pytest.raises(ActiveShapeError, match="were destroyed with destroy_ub"):
+            manager.begin((one,), rows)
+        with pytest.raises(ActiveShapeError, match="were destroyed with destroy_ub"):
+            manager.set_active_shape([rows, 8])
