@@ -18,7 +18,7 @@ import numpy as np
 from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.balance import Bins, deal_to_ranks, level_ranks, lower_costliest_bin, order_within_ranks
 from megatron_dyn.planning.config import PlanConfig
-from megatron_dyn.planning.packing import Caps, pack
+from megatron_dyn.planning.packing import Caps, fewest_bins, longest_first_by_rank, may_be_level, pack
 from megatron_dyn.planning.pieces import Piece, StepPieces
 from megatron_dyn.planning.plan import MicrobatchPlan, StepPlan, StepStats
 
@@ -44,10 +44,14 @@ def divide(length: np.ndarray, config: PlanConfig) -> tuple[np.ndarray, int]:
     # A piece whose padding would pass B fills a microbatch alone: its own padded length is within the capacity.
     weight = np.minimum(round_up(length[order], config.document_alignment), caps.weight)
     cost = integer_cost(length[order], config)
-    bin_of, num_bins = pack(weight, cost, caps=caps, multiple=ranks * multiple)
+    num_bins = fewest_bins(weight, caps, ranks * multiple)
+    bin_of = longest_first_by_rank(weight, cost, ranks, num_bins // ranks, caps) if may_be_level(weight, num_bins, caps) else None
+    by_rank = bin_of is not None
+    if not by_rank:
+        bin_of, num_bins = pack(weight, cost, caps=caps, multiple=ranks * multiple)
     bins = Bins(weight=weight, cost=cost, bin_of=bin_of, num_bins=num_bins, caps=caps)
     lower_costliest_bin(bins)
-    rank_of = deal_to_ranks(bins.bin_cost, ranks)
+    rank_of = np.arange(num_bins) // (num_bins // ranks) if by_rank else deal_to_ranks(bins.bin_cost, ranks)
     level_ranks(bins, rank_of, ranks)
     number = np.empty(num_bins, dtype=np.int64)
     number[order_within_ranks(bins.bin_cost, rank_of, ranks).reshape(-1)] = np.arange(num_bins)

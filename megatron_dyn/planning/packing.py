@@ -12,6 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dyn.planning.dense import dense
+
+MANY_PIECES = 1 << 15
+"""Above this, no way of packing is tried that is likely to fail, or slow."""
+LEVEL_SLACK = 200
+"""One token in so many must be free for filling very many pieces evenly."""
+PATIENCE = 4
+"""Looks for room, per piece, before ranks are given up."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Caps:
@@ -57,27 +66,105 @@ def longest_first(weight: np.ndarray, cost: np.ndarray, num_bins: int, caps: Cap
 
     Bins without room for the piece at hand are set aside, by room, until pieces are short enough for them. O(p log M).
     """
-    open_bins, aside = [(0, b) for b in range(num_bins)], []  # heaps of (cost, bin) and (-room, bin)
-    room, total, count, bin_of = [caps.weight] * num_bins, [0] * num_bins, [0] * num_bins, []
-    for w, c in zip(weight.tolist(), cost.tolist()):
+    bin_of = list(range(min(num_bins, len(weight))))  # the first pieces each open a bin
+    room, count = [caps.weight] * num_bins, [0] * num_bins
+    open_bins = list(range(len(bin_of), num_bins))  # heap of cost * M + bin
+    for b, (w, c) in enumerate(zip(weight[:num_bins].tolist(), cost[:num_bins].tolist())):
+        room[b] -= w
+        count[b] = 1
+        if caps.pieces > 1 and room[b] > 0:
+            open_bins.append(c * num_bins + b)
+    heapq.heapify(open_bins)
+    total = [0] * num_bins  # of a bin that is aside: its key
+    aside = []  # heap of (-room, bin)
+    for w, c in zip(weight[num_bins:].tolist(), cost[num_bins:].tolist()):
         while aside and -aside[0][0] >= w:
-            chosen = heapq.heappop(aside)[1]
-            heapq.heappush(open_bins, (total[chosen], chosen))
-        while open_bins and room[open_bins[0][1]] < w:
-            chosen = heapq.heappop(open_bins)[1]
+            heapq.heappush(open_bins, total[heapq.heappop(aside)[1]])
+        while open_bins and room[open_bins[0] % num_bins] < w:
+            key = heapq.heappop(open_bins)
+            chosen = key % num_bins
+            total[chosen] = key
             heapq.heappush(aside, (-room[chosen], chosen))
         if not open_bins:
             return None
-        chosen = open_bins[0][1]
+        key = open_bins[0]
+        chosen = key % num_bins
         bin_of.append(chosen)
         room[chosen] -= w
-        total[chosen] += c
         count[chosen] += 1
         if count[chosen] < caps.pieces and room[chosen] > 0:
-            heapq.heapreplace(open_bins, (total[chosen], chosen))
+            heapq.heapreplace(open_bins, key + c * num_bins)
         else:
             heapq.heappop(open_bins)
     return np.asarray(bin_of, dtype=np.int64)
+
+
+def longest_first_by_rank(weight: np.ndarray, cost: np.ndarray, num_ranks: int, per_rank: int, caps: Caps) -> np.ndarray | None:
+    """As `longest_first`, but each piece goes to the cheapest rank first, there to the cheapest bin: [p] in rank-major numbering.
+
+    A rank with a giant document thereby gets little else, whichever microbatch that would be in. None when a piece finds no
+    room, or when looking for room takes long.
+    """
+    if num_ranks == 1:
+        return longest_first(weight, cost, per_rank, caps)
+    ranks = list(range(num_ranks))  # heap of cost * R + rank
+    bins = [list(range(per_rank)) for _ in ranks]  # a heap of cost * K + bin for each rank
+    room, count = [caps.weight] * (num_ranks * per_rank), [0] * (num_ranks * per_rank)
+    patience, bin_of = PATIENCE * len(weight), []
+    for w, c in zip(weight.tolist(), cost.tolist()):
+        full_ranks = []
+        while True:
+            if not ranks or patience < 0:
+                return None
+            rank = ranks[0] % num_ranks
+            heap, full = bins[rank], []
+            while heap and room[rank * per_rank + heap[0] % per_rank] < w:
+                full.append(heapq.heappop(heap))
+            if heap:
+                break
+            bins[rank] = full  # rising, which is a heap
+            patience -= len(full) + 1
+            full_ranks.append(heapq.heappop(ranks))
+        key = heap[0]
+        chosen = rank * per_rank + key % per_rank
+        bin_of.append(chosen)
+        room[chosen] -= w
+        count[chosen] += 1
+        if count[chosen] < caps.pieces and room[chosen] > 0:
+            heapq.heapreplace(heap, key + c * per_rank)
+        else:
+            heapq.heappop(heap)
+        patience -= len(full)
+        for key in full:
+            heapq.heappush(heap, key)
+        heapq.heapreplace(ranks, ranks[0] + c * num_ranks)
+        for key in full_ranks:
+            heapq.heappush(ranks, key)
+    return np.asarray(bin_of, dtype=np.int64)
+
+
+def level_then_fill(weight: np.ndarray, excess: np.ndarray, num_bins: int, caps: Caps, longest: int) -> np.ndarray | None:
+    """For nearly full bins, int64 [p] or None: where all weigh the same, what differs is the cost beyond that of the weight.
+
+    The longest pieces level that excess, the others then fill bin after bin to the last token, up to a common level.
+
+    Args:
+        excess: int64 [p], cost beyond what is in proportion to the weight.
+        longest: pieces that level the excess.
+    """
+    first = longest_first(weight[:longest], excess[:longest] + 1, num_bins, caps)
+    if first is None:
+        return None
+    used, count = np.bincount(first, weight[:longest], minlength=num_bins), np.bincount(first, minlength=num_bins)
+    by_room = np.argsort(used, kind="stable")
+    total = int(weight.sum())
+    level = -(-total // num_bins)
+    for cap in sorted({min(level + (caps.weight - level) // 4, caps.weight), caps.weight}):
+        rooms = [(max(cap - int(used[b]), 0), caps.pieces - int(count[b])) for b in by_room.tolist()]
+        rest = dense(weight[longest:], cap=caps.weight, pieces=caps.pieces, rooms=rooms)
+        if rest is not None:
+            return np.concatenate([first, by_room[rest]])
+    return None
 
 
 def fill_empty_bins(bin_of: np.ndarray, cost: np.ndarray, num_bins: int) -> np.ndarray:
@@ -107,7 +194,7 @@ def fill_empty_bins(bin_of: np.ndarray, cost: np.ndarray, num_bins: int) -> np.n
 def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> tuple[np.ndarray, int]:
     """Divide pieces over the fewest bins that are a multiple of `multiple`.
 
-    Fewest as far as best-fit decreasing finds: finding the true minimum is NP-hard.
+    Fewest as far as three ways of packing find: the true minimum is NP-hard.
 
     Args:
         weight: int64 [p], falling, each in 1..caps.weight.
@@ -116,14 +203,37 @@ def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> 
     Returns:
         The bin of each piece, int64 [p], and the number of bins. No bin is empty unless there are fewer pieces than bins.
     """
-    fewest = -(-max(lower_bound(weight, caps), 1) // multiple) * multiple
-    balanced = longest_first(weight, cost, fewest, caps)
-    if balanced is not None:
-        return balanced, fewest
-    tight = best_fit_decreasing(weight, caps)
+    fewest = fewest_bins(weight, caps, multiple)
+    if may_be_level(weight, fewest, caps):
+        balanced = longest_first(weight, cost, fewest, caps)
+        if balanced is not None:
+            return balanced, fewest
+    if len(weight) <= MANY_PIECES:
+        lightest, cheapest = int(weight[-1]), int(cost[-1])
+        excess = np.array([max(c - cheapest * w // lightest, 0) for w, c in zip(weight.tolist(), cost.tolist())])
+        beyond = np.cumsum(weight[::-1])[::-1]  # weight from each piece on
+        for eighths in (1, 2, 4, 6):
+            longest = int(np.count_nonzero(8 * beyond > eighths * int(beyond[0])))
+            found = level_then_fill(weight, excess, fewest, caps, longest)
+            if found is not None:
+                return fill_empty_bins(found, cost, fewest), fewest
+    tight = dense(weight, cap=caps.weight, pieces=caps.pieces)
+    if -(-(int(tight.max()) + 1) // multiple) * multiple > fewest and len(weight) <= MANY_PIECES:
+        other = best_fit_decreasing(weight, caps)
+        tight = min(tight, other, key=np.max)
     num_bins = -(-(int(tight.max()) + 1) // multiple) * multiple
     if num_bins > fewest:
         balanced = longest_first(weight, cost, num_bins, caps)
         if balanced is not None:
             return balanced, num_bins
     return fill_empty_bins(tight, cost, num_bins), num_bins
+
+
+def fewest_bins(weight: np.ndarray, caps: Caps, multiple: int) -> int:
+    """The lower bound, rounded up to a multiple."""
+    return -(-max(lower_bound(weight, caps), 1) // multiple) * multiple
+
+
+def may_be_level(weight: np.ndarray, num_bins: int, caps: Caps) -> bool:
+    """Whether filling evenly is worth trying: for very many pieces only where the bins are not all but full."""
+    return len(weight) <= MANY_PIECES or LEVEL_SLACK * (num_bins * caps.weight - int(weight.sum())) > num_bins * caps.weight

@@ -103,9 +103,30 @@ def test_ranks_are_even_beside_a_giant_document():
     assert giant_among_dwarfs().plan(0).stats.rank_imbalance < 1.005
 
 
-def test_mutant_ranks_not_levelled_is_noticed(monkeypatch):
+def test_ranks_are_even_beside_several_giants(monkeypatch):
+    """15,752 and 22,884 in one rank would already be too much, and exchanges do not part them: ranks must come first."""
+    lengths = np.r_[[22884] * 3, 15752, np.clip(np.random.default_rng(9).lognormal(5.3, 0.9, 900), 1, 9000).astype(int)]
+    planner = Planner(lengths, PlanConfig(max_tokens_per_microbatch=32768, global_batch_size=904, data_parallel_size=8))
+    plan = planner.plan(0)
+    assert plan.num_microbatches == 2 and plan.stats.rank_imbalance < 1.001
+    monkeypatch.setattr(assemble_module, "longest_first_by_rank", lambda *args: None)  # a mutant
+    assert planner.plan(0).stats.rank_imbalance > 1.05
+
+
+def test_mutant_giants_spread_over_microbatches_only_is_noticed(monkeypatch):
+    """Either way of levelling ranks does here; with neither of them one rank works too long."""
+    monkeypatch.setattr(assemble_module, "longest_first_by_rank", lambda *args: None)
+    assert giant_among_dwarfs().plan(0).stats.rank_imbalance < 1.005
     monkeypatch.setattr(assemble_module, "level_ranks", lambda *args: None)
     assert giant_among_dwarfs().plan(0).stats.rank_imbalance > 1.005
+
+
+def test_mutant_ranks_of_nearly_full_microbatches_not_levelled_is_noticed(monkeypatch):
+    lengths = np.clip(np.random.default_rng(32).lognormal(6.0, 1.2, 200), 1, None).astype(int)
+    planner = Planner(lengths, PlanConfig(max_tokens_per_microbatch=33744, global_batch_size=200, data_parallel_size=2))
+    assert planner.plan(0).stats.rank_imbalance < 1.004
+    monkeypatch.setattr(assemble_module, "level_ranks", lambda *args: None)
+    assert planner.plan(0).stats.rank_imbalance > 1.007
 
 
 def test_mutant_costliest_microbatch_not_lowered_is_noticed(monkeypatch):
