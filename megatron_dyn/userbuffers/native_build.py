@@ -101,7 +101,10 @@ def find_compiler() -> list[str]:
     Raises:
         NativeBuildError: there is none.
     """
-    wanted = shlex.split(os.environ.get("CXX", ""))
+    try:
+        wanted = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation that does not end
+        wanted = [os.environ["CXX"]]
     for command in [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command

@@ -143,6 +143,9 @@ def test_without_a_compiler(engine, monkeypatch):
     with pytest.raises(NativeBuildError) as error:
         native.load()
     says(error, "no C++ compiler", "CXX=no-such-compiler", "g++")
+    monkeypatch.setenv("CXX", "'no end")
+    with pytest.raises(native_build.NativeBuildError, match="no C.. compiler found .*no end"):
+        native_build.find_compiler()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     assert native_build.find_extension().state == "impossible"
