@@ -18,7 +18,7 @@ import numpy as np
 from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.balance import Bins, deal_to_ranks, level_ranks, lower_costliest_bin, order_within_ranks
 from megatron_dyn.planning.config import PlanConfig
-from megatron_dyn.planning.packing import Caps, fewest_bins, longest_first_by_rank, may_be_level, pack
+from megatron_dyn.planning.packing import MANY_PIECES, Caps, fewest_bins, fill_empty_bins, longest_first_by_rank, pack
 from megatron_dyn.planning.pieces import Piece, StepPieces
 from megatron_dyn.planning.plan import MicrobatchPlan, StepPlan, StepStats
 
@@ -45,9 +45,11 @@ def divide(length: np.ndarray, config: PlanConfig) -> tuple[np.ndarray, int]:
     weight = np.minimum(round_up(length[order], config.document_alignment), caps.weight)
     cost = integer_cost(length[order], config)
     num_bins = fewest_bins(weight, caps, ranks * multiple)
-    bin_of = longest_first_by_rank(weight, cost, ranks, num_bins // ranks, caps) if may_be_level(weight, num_bins, caps) else None
+    bin_of = longest_first_by_rank(weight, cost, ranks, num_bins // ranks, caps) if len(weight) <= MANY_PIECES else None
     by_rank = bin_of is not None
-    if not by_rank:
+    if by_rank:
+        bin_of = fill_empty_bins(bin_of, cost, num_bins)
+    else:
         bin_of, num_bins = pack(weight, cost, caps=caps, multiple=ranks * multiple)
     bins = Bins(weight=weight, cost=cost, bin_of=bin_of, num_bins=num_bins, caps=caps)
     lower_costliest_bin(bins)

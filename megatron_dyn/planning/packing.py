@@ -204,7 +204,8 @@ def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> 
         The bin of each piece, int64 [p], and the number of bins. No bin is empty unless there are fewer pieces than bins.
     """
     fewest = fewest_bins(weight, caps, multiple)
-    if may_be_level(weight, fewest, caps):
+    free = fewest * caps.weight - int(weight.sum())
+    if len(weight) <= MANY_PIECES or LEVEL_SLACK * free > fewest * caps.weight:
         balanced = longest_first(weight, cost, fewest, caps)
         if balanced is not None:
             return balanced, fewest
@@ -232,8 +233,3 @@ def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> 
 def fewest_bins(weight: np.ndarray, caps: Caps, multiple: int) -> int:
     """The lower bound, rounded up to a multiple."""
     return -(-max(lower_bound(weight, caps), 1) // multiple) * multiple
-
-
-def may_be_level(weight: np.ndarray, num_bins: int, caps: Caps) -> bool:
-    """Whether filling evenly is worth trying: for very many pieces only where the bins are not all but full."""
-    return len(weight) <= MANY_PIECES or LEVEL_SLACK * (num_bins * caps.weight - int(weight.sum())) > num_bins * caps.weight
