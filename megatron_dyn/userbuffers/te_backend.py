@@ -220,7 +220,8 @@ def _check_adopted(communicators: Sequence[Communicator], modes: Sequence[UserBu
             "would find no buffer. Pass the modes they were made with, or destroy them and let this package register."
         )
     for communicator in communicators:
-        _check_pipelined_dgrad(communicator.spec, communicator.quantized)
+        if communicator.index is not None:  # cuBLASMp has a product of its own
+            _check_pipelined_dgrad(communicator.spec, communicator.quantized)
 
 
 def _check_tables(specs: Sequence[Mapping[str, CommunicatorSpec]], modes: Sequence[UserBufferQuantizationMode]) -> None:

@@ -253,6 +253,9 @@ def test_the_pipelined_input_gradient_is_refused_unquantized_whoever_made_it(eng
     with pytest.raises(OverlapConfigError, match="fc1_dgrad with method 'pipeline' and unquantized operands"):
         made()
     assert engine.base._ub_communicators == theirs
+    for communicator in theirs.values():
+        communicator.cublasmp = True
+    assert made().adopted
 
 
 def test_in_fp8_it_is_right(engine):
