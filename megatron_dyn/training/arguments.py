@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[str, type]] = {
     "logging": ("logging", settings.LoggingConfig),
 }
 
-# Megatron-LM's own spellings of what is a field under another name here: flag -> (field, value it sets or None to take one).
+# Megatron-LM's own spellings of what is a field under another name here: flag -> (field, value it sets; None: it takes one).
 MEGATRON_SPELLINGS: dict[str, tuple[str, object]] = {
     "--disable-bias-linear": ("add_bias_linear", False),
     "--use-rotary-position-embeddings": ("position_embedding_type", "rope"),
@@ -40,6 +40,7 @@ MEGATRON_SPELLINGS: dict[str, tuple[str, object]] = {
     "--disable-tp-comm-overlap-rs": ("tp_comm_overlap_rs", False),
     "--disable-tp-comm-bulk-dgrad": ("tp_comm_bulk_dgrad", False),
     "--disable-tp-comm-bulk-wgrad": ("tp_comm_bulk_wgrad", False),
+    "--fp8-format": ("fp8", None),
 }
 
 # Megatron-LM's flags that cannot mean anything here, or not yet: refused with the way out instead of "unrecognized".
@@ -86,7 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag_name(name), nargs="*", dest=f"_refused_{name}", help=argparse.SUPPRESS)
     known = {flag for action in parser._actions for flag in action.option_strings}
     for flag, (name, value) in MEGATRON_SPELLINGS.items():
-        if flag not in known:
+        if flag in known:
+            continue
+        if value is None:
+            choices = next(action.choices for action in parser._actions if action.dest == name)
+            parser.add_argument(flag, dest=name, choices=choices, help=argparse.SUPPRESS)
+        else:
             parser.add_argument(flag, action="store_const", const=value, dest=name, help=argparse.SUPPRESS)
     return parser
 

@@ -102,6 +102,8 @@ _NEED_OVERLAP = {
     "tp_comm_overlap_rs_dgrad": "--tp-comm-overlap-rs-dgrad",
     "tp_comm_bulk_dgrad": "--disable-tp-comm-bulk-dgrad",
     "tp_comm_bulk_wgrad": "--disable-tp-comm-bulk-wgrad",
+    "tp_comm_bootstrap_backend": "--tp-comm-bootstrap-backend",
+    "ub_layout_fence": "--ub-layout-fence",
 }
 
 

@@ -82,6 +82,8 @@ def initialize_ub(
 
         made = TransformerEngineBackend(shape, **arguments, bootstrap_backend=bootstrap_backend, with_cublasmp=with_cublasmp)
     else:
+        if with_cublasmp:
+            raise ValueError(f"with_cublasmp needs backend 'te', and 'reference' was chosen ({reason}): leave it out.")
         from megatron_dyn.userbuffers.reference import ReferenceBackend
 
         made = ReferenceBackend(shape, **arguments)
@@ -116,6 +118,8 @@ def set_ub_active_shape(shape: Sequence[int]) -> None:
     """Use the first [T, hidden] of every buffer from now on. See `UserBuffers.set_active_shape`."""
     manager = _manager or current()
     manager._unseen_uses = True
+    if hasattr(shape, "tolist"):  # a NumPy array or a tensor would be compared element by element
+        shape = shape.tolist()
     if shape != manager._active:
         manager.set_active_shape(shape)
 

@@ -6,7 +6,7 @@ handles that peers opened belong to the address, which never changes. So resetti
 (`csrc/active_shape.cpp`).
 """
 
-import logging
+import inspect
 from typing import Mapping, Sequence
 
 import torch
@@ -25,7 +25,6 @@ from megatron_dyn.userbuffers.configuration import (
 from megatron_dyn.userbuffers.quantization import UserBufferQuantizationMode
 from megatron_dyn.userbuffers.shape import ActiveShapeError
 
-logger = logging.getLogger(__name__)
 # 8 bytes for each rank. Below 16, TE's send is a bare signal of one thread block. From 16 on it is a kernel of many blocks when the exchange
 # before it did not use copy engines, each of which signals, while the receiver waits for one signal only: no fence at all.
 FENCE_COLUMNS = 4
@@ -86,6 +85,8 @@ class TransformerEngineBackend:
             if not self.adopted:
                 _check_consecutive(tp_group, tp_size)
                 _check_tables(specs, modes)
+                if with_cublasmp and "with_cublasmp" not in inspect.signature(base.initialize_ub).parameters:
+                    raise ValueError("with_cublasmp: this Transformer Engine has no cuBLASMp communicators; leave it out, or install a newer one.")
                 if not with_cublasmp:
                     self._make_fence(tp_size, bootstrap_backend)
                 base.initialize_ub(
@@ -124,6 +125,8 @@ class TransformerEngineBackend:
 
     def close(self) -> None:
         """Adopted communicators go back to their owner, at capacity; own ones are destroyed."""
+        if self.adopted:
+            self.fence()  # the owner's next exchange has another layout: no peer may still be in the last one
         device.synchronize()
         if self.adopted:
             for communicator in self.communicators:
@@ -151,7 +154,7 @@ class TransformerEngineBackend:
         domain = world
         if dist.get_world_size() > tp_size:
             domain, _ = dist.new_subgroups(tp_size, backend=chosen)
-        self._helper = tex.CommOverlapHelper(world, domain)
+        self._helper = tex.CommOverlapHelper() if tex.ubuf_built_with_mpi() else tex.CommOverlapHelper(world, domain)
         self._fence_communicator = tex.CommOverlap(
             [tp_size, FENCE_COLUMNS], torch.bfloat16, self._helper, tp_size, num_splits=1, num_max_streams=1, comm_cga_size=1, num_comm_sm=1
         )

@@ -22,6 +22,7 @@ def parsed(*words: str, world_size: int = 4):
     [
         (["--disable-tp-comm-bulk-dgrad"], "--disable-tp-comm-bulk-dgrad without --tp-comm-overlap"),
         (["--tp-comm-overlap-cfg", "absent.yaml"], "--tp-comm-overlap-cfg without --tp-comm-overlap"),
+        (["--ub-layout-fence", "always"], "--ub-layout-fence without --tp-comm-overlap"),
         (["--tp-comm-overlap", "--no-sequence-parallel"], "without --sequence-parallel"),
         (["--fp8", "hybrid"], "--fp8 needs --bf16"),
         (["--fp8", "int8", "--bf16"], "invalid choice: 'int8'"),
@@ -73,6 +74,12 @@ def test_megatrons_spellings_turn_the_parts_off():
     overlap = parsed("--tp-comm-overlap", *off.split()).overlap
     assert not any((overlap.tp_comm_overlap_ag, overlap.tp_comm_overlap_rs, overlap.tp_comm_bulk_dgrad, overlap.tp_comm_bulk_wgrad))
     assert parsed("--tp-comm-overlap").overlap.tp_comm_overlap_ag
+
+
+def test_fp8_has_megatrons_own_name_too():
+    assert parsed("--bf16", "--fp8-format", "hybrid").fp8.fp8 == "hybrid"
+    with pytest.raises(ConfigError, match="invalid choice: 'int8'"):
+        parsed("--bf16", "--fp8-format", "int8")
 
 
 def test_reduce_scatter_beside_dgrad_brings_its_communicators_along():

@@ -139,6 +139,7 @@ class Engine:
         base.initialize_ub = self._initialize_ub if knows_cublasmp else self._initialize_ub_of_2_11
         tex = ModuleType("transformer_engine_torch")
         tex.CommOverlap, tex.CommOverlapP2P, tex.CommOverlapHelper = self._make_fence, CommOverlapP2P, CommOverlapHelper
+        tex.ubuf_built_with_mpi = lambda: False
         packages = [ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module")]
         for package in packages:
             patch.setitem(sys.modules, package.__name__, package)

@@ -115,7 +115,7 @@ def test_no_table_is_an_empty_one(engine):
 def test_2_11_is_not_told_of_cublasmp(monkeypatch):
     Engine(monkeypatch, knows_cublasmp=False)
     assert len(made().communicators) == 12
-    with pytest.raises(TypeError, match="with_cublasmp"):
+    with pytest.raises(ValueError, match="with_cublasmp: this Transformer Engine has no cuBLASMp"):
         Engine(monkeypatch, knows_cublasmp=False)
         made(with_cublasmp=True)
 
