@@ -21,6 +21,7 @@ COMMANDS = {
     "preprocess": Command("megatron_dyn.corpus.cli", "preprocess_main", "documents (JSONL or text files) -> Megatron .bin/.idx"),
     "tokenizer": Command("megatron_dyn.corpus.cli", "tokenizer_main", "train or inspect a SentencePiece tokenizer"),
     "corpus": Command("megatron_dyn.corpus.cli", "corpus_main", "check a .bin/.idx pair and print what it holds"),
+    "plan": Command("megatron_dyn.training.plan_command", "main", "fill, balance and time of the plans of a corpus, beside other ways to divide it"),
     "env": Command("megatron_dyn.environment", "main", "what was found here (torch, CUDA, Transformer Engine, ...) and what is used of it"),
     "flags": Command("megatron_dyn.training.cli", "flags", "the flags of pretrain_gpt_thd.py as a Markdown page"),
     "calibrate": Command("megatron_dyn.training.calibrate", "main", "measure what tokens and attention cost here, for the planner's balance"),

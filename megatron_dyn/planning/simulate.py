@@ -144,7 +144,9 @@ def _checked(cost: np.ndarray, pipeline_parallel: int, virtual_stages: int) -> n
     if cost.ndim != 2 or cost.shape[1] == 0:
         raise ValueError(f"costs of shape {cost.shape}: expected [rows, microbatches], with at least one microbatch")
     if pipeline_parallel < 1 or virtual_stages < 1 or (virtual_stages > 1 and pipeline_parallel == 1):
-        raise ValueError(f"PP {pipeline_parallel} with {virtual_stages} virtual stages has no schedule: interleaving needs PP of at least 2")
+        raise ValueError(
+            f"PP {pipeline_parallel} with {virtual_stages} virtual stages has no schedule: interleaving needs PP of at least 2"
+        )
     return cost
 
 

@@ -87,8 +87,14 @@ def test_a_timeline_overlaps_nowhere_and_waits_for_every_input(pp, vpp, K):
 def test_megatron_core_agrees_about_the_warmup_and_the_table():
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
     table = schedules.get_schedule_table(8, 3, 4)
-    forward = [(task.microbatch, task.chunk) for task in rank_order(2, pipeline_parallel=4, virtual_stages=3, num_microbatches=8) if task.forward]
-    backward = [(task.microbatch, 2 - task.chunk) for task in rank_order(2, pipeline_parallel=4, virtual_stages=3, num_microbatches=8) if not task.forward]
+    forward = [
+        (task.microbatch, task.chunk) for task in rank_order(2, pipeline_parallel=4, virtual_stages=3, num_microbatches=8) if task.forward
+    ]
+    backward = [
+        (task.microbatch, 2 - task.chunk)
+        for task in rank_order(2, pipeline_parallel=4, virtual_stages=3, num_microbatches=8)
+        if not task.forward
+    ]
     assert forward == backward == table
 
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated step times: planned, filled in order, Karmarkar-Karp by token budget, padded to the maximum; Markdown tables and a picture.
+
+    python benchmarks/pipeline_simulation.py [--documents-per-rank 128] [--picture docs/images/pipeline_simulation.png]
+
+Each step has the same documents in every way to divide it. Times are sums over the steps, as multiples of the planned way's, so a ratio
+above 1 is how many times the step rate of that way the planned one has. The second distribution is drawn, with replacement, from the
+documents of an index (--idx); without that file it is left out.
+"""
+
+import argparse
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dyn.corpus import IndexedReader
+from megatron_dyn.figures import BLUE, GREEN, GREY, ORANGE, as_png, new_figure, tidy, write_whole
+from megatron_dyn.pipeline.schedule import microbatch_multiple
+from megatron_dyn.planning import CostModel, PlanConfig, Planner
+from megatron_dyn.planning.baselines import DIVISIONS
+from megatron_dyn.planning.division import division_of, pieces_in_order
+from megatron_dyn.planning.simulate import step_time
+
+SHARED_INDEX = Path(__file__).resolve().parents[2] / "shared/data/megatron/mix_heavytail_mistral_v1"
+PIPELINES = [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4)]
+WAYS = {"in_order": "in order", "karmarkar_karp": "KK", "padded": "padded"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is divided under."""
+
+    budget: int
+    ranks: int
+    multiple: int
+
+
+def lengths_of(name: str, count: int, index: Path) -> np.ndarray:
+    """Document lengths, int64 [count]."""
+    random = np.random.default_rng(0)
+    if name == "lognormal":
+        return np.clip(random.lognormal(6.0, 1.2, count), 1, None).astype(np.int64)
+    found = np.asarray(IndexedReader(str(index)).lengths)
+    return random.choice(found[found > 0], count)
+
+
+def costs(lengths: np.ndarray, setting: Setting, steps: int, documents: int, cost: CostModel) -> dict[str, list[np.ndarray]]:
+    """Costs of the microbatches [ranks, K] of each step, by way; under "over" the microbatches above the budget and all of them (KK)."""
+    config = PlanConfig(
+        max_tokens_per_microbatch=setting.budget, global_batch_size=documents, data_parallel_size=setting.ranks, alignment=2,
+        microbatch_multiple=setting.multiple, cost=cost,
+    )  # fmt: skip
+    planner, longest = Planner(lengths, config), int(lengths.max())
+    found: dict[str, list[np.ndarray]] = {name: [] for name in ("planned", *WAYS)}
+    over = np.zeros(2)
+    for step in range(steps):
+        plan = planner.plan(step)
+        found["planned"].append(division_of(plan).cost)
+        pieces = pieces_in_order(plan)
+        for name in WAYS:
+            division = DIVISIONS[name](pieces, config, longest)
+            found[name].append(division.cost)
+            if name == "karmarkar_karp":
+                over += np.count_nonzero(division.tokens > setting.budget), np.count_nonzero(division.used)
+    return found | {"over": [over]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--documents-per-rank", type=int, default=128)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--documents", type=int, default=32768, help="of all steps of a setting together, two steps at least")
+    parser.add_argument("--idx", type=Path, default=SHARED_INDEX, help="prefix of the index whose lengths are the second distribution")
+    parser.add_argument(
+        "--quadratic", type=float, default=CostModel().quadratic, help="cost of attention per token pair, against 1 per token"
+    )
+    parser.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    names = ["lognormal"] + (["mix_heavytail"] if arguments.idx.with_suffix(".idx").exists() else [])
+    cost = CostModel(linear=1.0, quadratic=arguments.quadratic)
+    ratios: dict[tuple, dict[str, float]] = {}
+    for name, budget in itertools.product(names, arguments.budgets):
+        for ranks in arguments.ranks:
+            documents = ranks * arguments.documents_per_rank
+            steps = max(2, arguments.documents // documents)
+            lengths = lengths_of(name, documents * steps, arguments.idx)
+            by_multiple: dict[int, dict] = {}
+            for pp, vpp in PIPELINES:
+                multiple = microbatch_multiple(pp, vpp if vpp > 1 else None)
+                if multiple not in by_multiple:
+                    by_multiple[multiple] = costs(lengths, Setting(budget, ranks, multiple), steps, documents, cost)
+                found = by_multiple[multiple]
+                total = {
+                    way: sum(step_time(table, pipeline_parallel=pp, virtual_stages=vpp) for table in found[way])
+                    for way in ("planned", *WAYS)
+                }
+                over, used = found["over"][0]
+                per_rank = float(np.mean([table.shape[1] for table in found["planned"]]))
+                ratios[name, budget, ranks, pp, vpp] = {way: total[way] / total["planned"] for way in WAYS} | {
+                    "over": over / used,
+                    "K": per_rank,
+                }
+        print_table(name, budget, arguments.ranks, ratios)
+    if arguments.picture:
+        draw(names, arguments, ratios)
+
+
+def print_table(name: str, budget: int, ranks: list[int], ratios: dict) -> None:
+    columns = [f"DP {count}: {title}" for count in ranks for title in ("K", *WAYS.values(), "KK above B")]
+    print(f"\n{name}, B = {budget:,}\n\n| PP x VPP | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for pp, vpp in PIPELINES:
+        cells = []
+        for count in ranks:
+            found = ratios[name, budget, count, pp, vpp]
+            cells += [
+                f"{found['K']:.1f}",
+                *(f"{found[way]:.3f}" for way in ("in_order", "karmarkar_karp")),
+                f"{found['padded']:.1f}",
+                f"{found['over']:.0%}",
+            ]
+        print(f"| {pp} x {vpp} | {' | '.join(cells)} |", flush=True)
+
+
+def draw(names: list[str], arguments: argparse.Namespace, ratios: dict) -> None:
+    """Step rate of the planned way over in-order filling and Karmarkar-Karp; padding is off the scale and left to the tables."""
+    figure = new_figure(11.0, 3.6 * len(names))
+    panels = figure.subplots(len(names), len(arguments.budgets), sharey=True, squeeze=False)
+    places = np.arange(len(PIPELINES))
+    for row, name in enumerate(names):
+        for column, budget in enumerate(arguments.budgets):
+            axes = panels[row, column]
+            tidy(axes)
+            for way, colour, title in (
+                ("in_order", ORANGE, "filled in order"),
+                ("karmarkar_karp", BLUE, "Karmarkar-Karp, budget exceeded"),
+            ):
+                for count, style in zip(arguments.ranks, ("-", "--", ":")):
+                    values = [ratios[name, budget, count, *pipeline][way] for pipeline in PIPELINES]
+                    axes.plot(places, values, style, color=colour, marker="o", markersize=3.5, linewidth=1.5, label=f"{title}, DP {count}")
+            axes.axhline(1.0, color=GREEN, linewidth=1.4, label="planned")
+            axes.set_xticks(places, [f"{pp}x{vpp}" for pp, vpp in PIPELINES])
+            axes.set_title(f"{name}, B = {budget:,}", loc="left", fontsize=11)
+            axes.spines["left"].set_color(GREY)
+            if row == len(names) - 1:
+                axes.set_xlabel("PP x VPP")
+        panels[row, 0].set_ylabel("step time / planned")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=9, ncols=4, loc="outside lower center")
+    write_whole(arguments.picture, as_png(figure))
+
+
+if __name__ == "__main__":
+    main()
