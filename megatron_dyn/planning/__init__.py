@@ -6,8 +6,9 @@ from megatron_dyn.planning.config import PlanConfig, PlanError
 from megatron_dyn.planning.cost import CostModel
 from megatron_dyn.planning.pieces import Piece
 from megatron_dyn.planning.plan import MicrobatchPlan, StepPlan, StepStats
-from megatron_dyn.planning.planner import EpochCounts, Planner
+from megatron_dyn.planning.planner import Planner
 from megatron_dyn.planning.sampler import TokenBudgetBatchSampler
+from megatron_dyn.planning.survey import EpochCounts
 
 __all__ = [
     "CostModel",

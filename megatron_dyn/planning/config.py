@@ -9,7 +9,8 @@ from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.cost import CostModel
 
 OVERSIZE_POLICIES = ("split", "truncate", "drop", "error")
-DOCUMENT_ORDERS = ("shuffle", "sequential")
+DOCUMENT_ORDERS = ("shuffle", "sequential", "length-window")
+MOST_WINDOW = 1 << 19
 INT32_MAX = 2**31 - 1
 
 
@@ -59,13 +60,18 @@ class PlanConfig:
     """Microbatches per rank are a multiple of this (what the pipeline schedule needs)."""
 
     document_order: str = "shuffle"
-    """"shuffle": another seeded permutation each epoch; "sequential": as stored."""
+    """"shuffle": another seeded permutation each epoch; "sequential": as stored; "length-window": shuffled, then every `length_window`
+    documents are sorted by length, cut into steps, and the steps put into a seeded order: documents of a step are of similar length."""
+
+    length_window: int = 16384
+    """Documents sorted together by "length-window": rounded up to whole steps of `global_batch_size`, more where they do not hold
+    `global_batch_tokens`. The larger, the more alike are the lengths in a step, and the less random is which documents meet."""
 
     cost: CostModel = CostModel()
     """Measure by which microbatches and ranks are balanced."""
 
     def __post_init__(self):
-        for name in ("max_tokens_per_microbatch", "data_parallel_size", "alignment", "document_alignment", "microbatch_multiple"):
+        for name in ("max_tokens_per_microbatch", "data_parallel_size", "alignment", "document_alignment", "microbatch_multiple", "length_window"):
             self._require_integer(name, 1)
         for name in ("global_batch_size", "global_batch_tokens", "max_documents_per_microbatch"):
             if getattr(self, name) is not None:
@@ -81,6 +87,11 @@ class PlanConfig:
         for name, allowed in (("oversize", OVERSIZE_POLICIES), ("document_order", DOCUMENT_ORDERS)):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}")
+        if self.length_window > MOST_WINDOW:
+            raise PlanError(
+                f"length_window={self.length_window} is above {MOST_WINDOW}: sorting so many documents at once would take more than 64 MiB "
+                "and stall a step; take a smaller window"
+            )
         if not isinstance(self.drop_last, bool):
             raise PlanError(f"drop_last must be True or False, got {self.drop_last!r}")
         if not isinstance(self.cost, CostModel):
@@ -122,4 +133,5 @@ class PlanConfig:
         names = ("seed", "global_batch_size", "global_batch_tokens", "document_order", "oversize", "drop_last")
         # The budget decides what these policies leave out.
         budget = self.max_tokens_per_microbatch if self.oversize in ("truncate", "drop") else None
-        return {**{name: getattr(self, name) for name in names}, "max_tokens_per_microbatch": budget}
+        window = self.length_window if self.document_order == "length-window" else None
+        return {**{name: getattr(self, name) for name in names}, "max_tokens_per_microbatch": budget, "length_window": window}

@@ -1,44 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of documents -> the plan of any step."""
+"""Lengths of documents -> the plan of any step.
+
+What takes how long, with N documents in the corpus (lengths may be a memory map; nothing of N entries is made):
+
+| call                                                | time                                | memory                |
+|-----------------------------------------------------|-------------------------------------|-----------------------|
+| Planner(...)                                        | one pass over the lengths           | 16 MiB at most        |
+| plan(step), `global_batch_size`                     | the step ("length-window": the window, once) | the same     |
+| plan(step), `global_batch_tokens`, step known or next | the same                          | the same              |
+| plan(step), `global_batch_tokens`, any other step   | a scan from the nearest known step  | the same              |
+| steps_per_epoch, first_step_of, `global_batch_tokens` | a scan up to there                | the same              |
+
+Known are a restored position, the steps after planned ones, and marks that scans leave behind.
+"""
 
 import bisect
 import hashlib
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_dyn.planning.assemble import assemble
 from megatron_dyn.planning.config import PlanConfig, PlanError
-from megatron_dyn.planning.order import epoch_order, token_step_ends
 from megatron_dyn.planning.pieces import cut_documents
 from megatron_dyn.planning.plan import StepPlan
+from megatron_dyn.planning.survey import EpochCounts, count_epoch, survey
+from megatron_dyn.planning.windows import SCANNED_TOGETHER, Window, Windows
 
-CACHED_EPOCHS = 2
-"""Orders kept: prefetching crosses from one epoch into the next, and no plan needs more."""
+KEPT_WINDOWS = 2
+"""Prefetching crosses from one window into the next, and no plan needs more."""
+MOST_MARKS = 4096
+"""Known positions of steps; above it every second one is forgotten."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochCounts:
-    """What one epoch does with the corpus, before `drop_last`. Equal for all epochs."""
+class StepPosition(NamedTuple):
+    """Where a step begins: everything that is needed to plan it and all after it."""
 
+    epoch: int
+    epoch_first_step: int
     documents: int
-    """All documents of the corpus, empty ones included."""
-    empty_documents: int
-    tokens: int
-    split_documents: int = 0
-    truncated_documents: int = 0
-    truncated_tokens: int = 0
-    dropped_documents: int = 0
-    dropped_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Epoch:
-    order: np.ndarray  # int64 [usable documents]
-    ends: np.ndarray | None  # int64 [steps] positions in order; None when every step has global_batch_size documents
+    """Documents of the epoch that the steps before took (empty ones are not counted)."""
+    window: int
+    """The same where the step's window begins; equal to `documents` unless documents are ordered by "length-window"."""
 
 
 class Planner:
@@ -48,7 +54,7 @@ class Planner:
     May be called from several threads.
 
     Args:
-        lengths: tokens per document, integer [num_documents]; 0 is allowed (skipped, counted).
+        lengths: tokens per document, integer [num_documents], read in place; 0 is allowed (skipped, counted).
         config: see PlanConfig.
         fingerprint: hex digest of the corpus (`Corpus.fingerprint`); by default a digest of the lengths.
 
@@ -62,75 +68,110 @@ class Planner:
             raise PlanError(f"lengths must be a flat array of integers, got shape {lengths.shape} of {lengths.dtype}")
         self.lengths = lengths
         self.config = config
-        self._usable = np.flatnonzero(lengths > 0)
-        if lengths.size and int(lengths.min()) < 0:
-            document = int(np.argmin(lengths))
-            raise PlanError(f"document {document} has a negative length ({int(lengths[document])}): the index is damaged; rebuild it")
-        self.fingerprint = fingerprint if fingerprint is not None else _fingerprint_of(lengths)
-        self.counts = self._count()
+        found = survey(lengths, budget=config.max_tokens_per_microbatch, fingerprint=fingerprint is None)
+        self.num_documents = found.documents - found.empty
+        """Documents that are not empty: what one epoch goes through."""
+        self.fingerprint = found.fingerprint if fingerprint is None else fingerprint
+        self.counts: EpochCounts = count_epoch(found, lengths, config)
         self._digest_seed = hashlib.sha256(
             json.dumps({"corpus": self.fingerprint, "plan": config.to_dict()}, sort_keys=True).encode()
         ).digest()
-        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
-        self._starts: list[tuple[int, int]] = [(0, 0)]  # (first step, epoch), rising
+        self._windows = Windows(lengths, found, config)
+        self._kept: OrderedDict[tuple[int, int], Window] = OrderedDict()
+        self._marks: list[tuple[int, StepPosition]] = [(0, StepPosition(0, 0, 0, 0))]  # rising
+        self._epoch_starts = {0: 0}
         self._lock = threading.RLock()
 
-    @property
-    def num_documents(self) -> int:
-        """Documents that are not empty: what one epoch goes through."""
-        return len(self._usable)
+    # ---- where steps lie -----------------------------------------------------------------------------------
 
-    def steps_per_epoch(self, epoch: int = 0) -> int:
-        """Steps of an epoch. Only `global_batch_tokens` with shuffling makes it differ between epochs."""
+    def steps_per_epoch(self, epoch: int = 0, *, at_most: int | None = None) -> int:
+        """Steps of an epoch: O(1) with `global_batch_size`; with `global_batch_tokens` the documents before its end are scanned, chunk
+        by chunk in O(1) memory, from the nearest known step on.
+
+        Args:
+            epoch: only `global_batch_tokens` with shuffling makes a difference between epochs.
+            at_most: stop counting there.
+        """
         size = self.config.global_batch_size
         if size is not None:
-            return self.num_documents // size if self.config.drop_last else -(-self.num_documents // size)
-        return len(self._epoch(epoch).ends)
+            steps = self.num_documents // size if self.config.drop_last else -(-self.num_documents // size)
+            return steps if at_most is None else min(steps, at_most)
+        first = self.first_step_of(epoch)
+        step, _ = self._walk(epoch=epoch + 1, step=None if at_most is None else first + at_most)
+        return step - first
 
     def epoch_of(self, step: int) -> int:
         """Epoch that a step belongs to."""
-        return self._locate(step)[0]
+        return self.position_of(step).epoch
 
     def first_step_of(self, epoch: int) -> int:
-        """First step of an epoch."""
+        """First step of an epoch (scans like `steps_per_epoch` unless it is known)."""
         if self.config.global_batch_size is not None:
             return epoch * self.steps_per_epoch()
         with self._lock:
-            start, number = max(entry for entry in self._starts if entry[1] <= epoch)
-            while number < epoch:
-                start, number = start + self.steps_per_epoch(number), number + 1
-                self.remember_epoch(number, start)
-            return start
+            return self._epoch_starts[epoch] if epoch in self._epoch_starts else self._walk(epoch=epoch)[0]
 
-    def remember_epoch(self, epoch: int, first_step: int) -> None:
-        """Note where an epoch starts (from a saved state), so that nothing before it is computed again.
+    def position_of(self, step: int) -> StepPosition:
+        """Where a step begins.
 
-        Raises:
-            PlanError: it is known to start elsewhere.
-        """
-        with self._lock:
-            size = self.config.global_batch_size
-            known = {number: start for start, number in self._starts}
-            expected = known.get(epoch, first_step) if size is None else epoch * self.steps_per_epoch()
-            if first_step != expected:
-                raise PlanError(
-                    f"epoch {epoch} starts at step {expected}, not {first_step}: the saved position is damaged; take an older "
-                    "checkpoint"
-                )
-            if epoch not in known:
-                bisect.insort(self._starts, (first_step, epoch))
-
-    def plan(self, step: int) -> StepPlan:
-        """The plan of a step (random access).
+        With `global_batch_tokens`, a step that is neither known nor next is found by scanning the documents from the nearest known step
+        before it, chunk by chunk in O(1) memory; a restored position spares that.
 
         Raises:
             PlanError: the step is negative.
         """
-        epoch, first_step = self._locate(step)
-        ordered = self._epoch(epoch)
-        number, steps = step - first_step, self.steps_per_epoch(epoch)
-        begin, end = self._bounds(number, ordered.ends)
-        documents = ordered.order[begin:end]
+        if step < 0:
+            raise PlanError(f"step {step} does not exist: steps count from 0")
+        size = self.config.global_batch_size
+        if size is None:
+            return self._walk(step=step)[1]
+        epoch, number = divmod(step, self.steps_per_epoch())
+        return StepPosition(epoch, step - number, number * size, self._windows.begin_of(number * size))
+
+    def remember(self, step: int, position: StepPosition) -> None:
+        """Note where a step begins (from a saved state), so that nothing before it is looked at again.
+
+        Raises:
+            PlanError: no step can begin there.
+        """
+        epoch, first_step, documents, window = position
+        with self._lock:
+            start = epoch * self.steps_per_epoch() if self.config.global_batch_size is not None else self._epoch_starts.get(epoch, first_step)
+            if first_step != start:
+                raise self._damaged(f"epoch {epoch} starts at step {start}, not {first_step}")
+            known = self._known(step) if self.config.global_batch_size is None else self.position_of(step)
+            if known is not None and known != position:
+                raise self._damaged(f"step {step} begins at {tuple(known)}, not {tuple(position)}")
+            number = step - first_step
+            possible = 0 <= number <= documents < self.num_documents and (number == 0) == (documents == 0)
+            if not possible or not 0 <= window <= documents or not (self._windows.sorts or window == documents):
+                raise self._damaged(f"step {step}, the {number}th of its epoch, cannot begin after {documents} of {self.num_documents} documents")
+            if self._windows.sorts and self._window(epoch, window).step_at(documents) is None:
+                raise self._damaged(f"no step begins after {documents} documents in the window that begins after {window}")
+            if self.config.global_batch_size is None:
+                self._epoch_starts[epoch] = first_step
+                self._mark(step, position)
+
+    @staticmethod
+    def _damaged(what: str) -> PlanError:
+        return PlanError(f"the saved position is damaged: {what}; take an older checkpoint")
+
+    # ---- plans ---------------------------------------------------------------------------------------------
+
+    def plan(self, step: int) -> StepPlan:
+        """The plan of a step (random access; see `position_of` for what a far step costs).
+
+        Raises:
+            PlanError: the step is negative.
+        """
+        with self._lock:
+            position = self.position_of(step)
+            window = self._window(position.epoch, position.window)
+            index = window.step_at(position.documents)
+            following = self._after(step, position, window, index + 1)
+        documents = window.documents_of_step(index)
+        end = window.bounds(index)[1]
+        is_last = following.epoch != position.epoch
 
         def divided(*, even: bool) -> StepPlan:
             pieces = cut_documents(
@@ -142,13 +183,13 @@ class Planner:
             )
             return assemble(
                 step=step,
-                epoch=epoch,
+                epoch=position.epoch,
                 documents=documents,
                 pieces=pieces,
                 config=self.config,
                 digest_seed=self._digest_seed,
-                empty_documents=self.counts.empty_documents if number == 0 else 0,
-                drop_last_documents=self.num_documents - end if number == steps - 1 else 0,
+                empty_documents=self.counts.empty_documents if step == position.epoch_first_step else 0,
+                drop_last_documents=self.num_documents - end if is_last else 0,
             )
 
         plan = divided(even=True)
@@ -163,84 +204,60 @@ class Planner:
         group = self.config.data_parallel_size * self.config.microbatch_multiple
         return -(-tokens // (self.config.max_tokens_per_microbatch * group)) * group
 
-    def _bounds(self, number: int, ends: np.ndarray | None) -> tuple[int, int]:
-        if ends is None:
-            size = self.config.global_batch_size
-            return number * size, min((number + 1) * size, self.num_documents)
-        return (int(ends[number - 1]) if number else 0), int(ends[number])
+    # ---- walking -------------------------------------------------------------------------------------------
 
-    def _locate(self, step: int) -> tuple[int, int]:
-        """(epoch, its first step) of a step."""
-        if step < 0:
-            raise PlanError(f"step {step} does not exist: steps count from 0")
-        if self.config.global_batch_size is not None:
-            steps = self.steps_per_epoch()
-            return step // steps, step // steps * steps
+    def _window(self, epoch: int, begin: int, at_least: int = 0) -> Window:
         with self._lock:
-            start, epoch = self._starts[bisect.bisect_right(self._starts, step, key=lambda entry: entry[0]) - 1]
-            while step >= start + self.steps_per_epoch(epoch):
-                start, epoch = start + self.steps_per_epoch(epoch), epoch + 1
-                self.remember_epoch(epoch, start)
-            return epoch, start
+            key = (epoch, begin)
+            if key not in self._kept:
+                self._kept[key] = self._windows.read(epoch, begin, at_least=at_least)
+                while len(self._kept) > KEPT_WINDOWS:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return self._kept[key]
 
-    def _epoch(self, epoch: int) -> _Epoch:
+    def _after(self, step: int, position: StepPosition, window: Window, count: int, at_least: int = 0) -> StepPosition:
+        """Position after the first `count` steps of a window; `step` begins at `position`, which lies in it."""
+        passed = step + count - window.step_at(position.documents)
+        end = window.bounds(count - 1)[1]
+        inside = count < len(window.ends)
+        # With drop_last the rest may be too little for a step: then it is the next epoch that follows.
+        ended = end == self.num_documents or (not inside and self.config.drop_last and not len(self._window(position.epoch, end, at_least).ends))
+        if ended:
+            following = StepPosition(position.epoch + 1, passed, 0, 0)
+        else:
+            begin = position.window if inside and self._windows.sorts else end
+            following = StepPosition(position.epoch, position.epoch_first_step, end, begin)
+        if self.config.global_batch_size is None:
+            self._epoch_starts.setdefault(following.epoch, following.epoch_first_step)
+            self._mark(passed, following)
+        return following
+
+    def _walk(self, *, step: int | None = None, epoch: int | None = None) -> tuple[int, StepPosition]:
+        """Go on from the nearest mark to a step or to the begin of an epoch, whichever comes first."""
         with self._lock:
-            if epoch in self._epochs:
-                self._epochs.move_to_end(epoch)
-                return self._epochs[epoch]
-            order = epoch_order(
-                self._usable, document_order=self.config.document_order, seed=self.config.seed, epoch=epoch
-            )
-            ends = None
-            if self.config.global_batch_tokens is not None:
-                lengths = self.lengths[order].astype(np.int64)
-                ends = token_step_ends(lengths, self.config.global_batch_tokens)
-                last = int(lengths[ends[-2] if len(ends) > 1 else 0 :].sum())
-                if self.config.drop_last and last < self.config.global_batch_tokens:
-                    ends = ends[:-1]
-            self._epochs[epoch] = _Epoch(order=order, ends=ends)
-            while len(self._epochs) > CACHED_EPOCHS:
-                self._epochs.popitem(last=False)
-            return self._epochs[epoch]
+            at = len(self._marks)
+            if step is not None:
+                at = bisect.bisect_right(self._marks, step, key=lambda mark: mark[0])
+            if epoch is not None:
+                at = min(at, bisect.bisect_left(self._marks, (epoch, 1), key=lambda mark: (mark[1].epoch, mark[1].documents)))
+            here, position = self._marks[at - 1]
+            while here != step and (epoch is None or position.epoch < epoch):
+                at_least = SCANNED_TOGETHER if step is None or step - here > 1 else 0
+                window = self._window(position.epoch, position.window, at_least)
+                index = window.step_at(position.documents)
+                count = len(window.ends) if step is None else min(len(window.ends), index + step - here)
+                following = self._after(here, position, window, count, at_least)
+                here, position = here + count - index, following
+            return here, position
 
-    def _count(self) -> EpochCounts:
-        config, budget = self.config, self.config.max_tokens_per_microbatch
-        total = int(self.lengths.sum(dtype=np.int64))
-        oversize = np.flatnonzero(self.lengths > budget)
-        oversize_tokens = int(self.lengths[oversize].sum(dtype=np.int64))
-        counts = {"documents": len(self.lengths), "empty_documents": len(self.lengths) - self.num_documents, "tokens": total}
-        if config.oversize == "error" and len(oversize):
-            first = int(oversize[0])
-            raise PlanError(
-                f"document {first} has {int(self.lengths[first])} tokens, above the budget of {budget} tokens a microbatch "
-                f"({len(oversize)} such documents): oversize='error' refuses them; raise max_tokens_per_microbatch or choose "
-                "oversize='split', 'truncate' or 'drop'"
-            )
-        if config.oversize == "split":
-            counts.update(split_documents=len(oversize))
-        elif config.oversize == "truncate":
-            counts.update(truncated_documents=len(oversize), truncated_tokens=oversize_tokens - len(oversize) * budget)
-        elif config.oversize == "drop":
-            counts.update(dropped_documents=len(oversize), dropped_tokens=oversize_tokens)
-        usable = self.num_documents - counts.get("dropped_documents", 0)
-        if usable == 0:
-            raise PlanError(
-                f"no usable documents: of {len(self.lengths)}, {counts['empty_documents']} are empty and "
-                f"{counts.get('dropped_documents', 0)} are dropped for having more than {budget} tokens; there is nothing to "
-                "train on; check the corpus, or choose another oversize policy or budget"
-            )
-        short = (
-            self.num_documents < config.global_batch_size
-            if config.global_batch_size is not None
-            else total < config.global_batch_tokens
-        )
-        if config.drop_last and short:
-            raise PlanError(
-                f"an epoch ({self.num_documents} documents, {total} tokens) is smaller than one global batch and drop_last "
-                "drops it: no step would ever run; lower the global batch or keep the last step"
-            )
-        return EpochCounts(**counts)
+    def _known(self, step: int) -> StepPosition | None:
+        at = bisect.bisect_left(self._marks, step, key=lambda mark: mark[0])
+        return self._marks[at][1] if at < len(self._marks) and self._marks[at][0] == step else None
 
-
-def _fingerprint_of(lengths: np.ndarray) -> str:
-    return hashlib.sha256(b"lengths:" + np.ascontiguousarray(lengths, dtype="<i8").tobytes()).hexdigest()
+    def _mark(self, step: int, position: StepPosition) -> None:
+        at = bisect.bisect_left(self._marks, step, key=lambda mark: mark[0])
+        if at == len(self._marks) or self._marks[at][0] != step:
+            self._marks.insert(at, (step, position))
+        if len(self._marks) > MOST_MARKS:
+            del self._marks[1:-1:2]

@@ -144,8 +144,11 @@ class DataConfig:
     pad_microbatches_to_capacity: bool = False
     """Pad every microbatch to the token budget, as with a constant shape: for comparisons, since the padding is computed too."""
 
-    document_order: Literal["shuffle", "sequential"] = "shuffle"
-    """Order of the training documents within an epoch: seeded shuffle, or as stored."""
+    document_order: Literal["shuffle", "sequential", "length-window"] = "shuffle"
+    """Order of the training documents within an epoch: seeded shuffle, as stored, or shuffled with documents of similar length together."""
+
+    length_window: int = 16384
+    """Documents that --document-order length-window sorts by length together before it cuts them into steps."""
 
     prefetch_steps: int = 2
     """Steps whose plan and tensors are made ahead in the background."""
@@ -299,12 +302,18 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Steps between checkpoints; one more is saved at the end and on SIGTERM."""
 
+    override_data_mismatch: bool = False
+    """Continue although documents, seed or their order are others than the checkpoint's; goes on from the saved step, and is recorded."""
+
     keep_last: int | None = None
     """Complete checkpoints to keep; older ones are removed after a newer one is complete (none: keep all)."""
 
     def __post_init__(self) -> None:
         require(self.save_interval is None or self.save is not None, "--save-interval without --save: nothing would be saved")
         require(self.save_interval is None or self.save_interval >= 1, f"--save-interval is {self.save_interval}: it must be at least 1")
+        require(
+            not self.override_data_mismatch or self.load is not None, "--override-data-mismatch without --load: there is nothing to override"
+        )
         require(self.keep_last is None or self.keep_last >= 1, f"--keep-last is {self.keep_last}: it must be at least 1")
 
 

@@ -63,7 +63,7 @@ class Evaluator:
     ):
         self._corpus = corpus
         self._planner = planner
-        self.steps = min(steps, planner.steps_per_epoch(0))
+        self.steps = planner.steps_per_epoch(0, at_most=steps)
         self._rank = data_parallel_rank
         self._pad = pad_token_id
         self._agreement = agreement

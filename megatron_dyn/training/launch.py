@@ -150,7 +150,9 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     parameters = _parameters(chunks)
     models = wrap_models(chunks, config, run.parallel)
     optimizer, scheduler = build_optimizer(run, models)
-    sampler = TokenBudgetBatchSampler(inputs.planner, data_parallel_rank=rank)
+    sampler = TokenBudgetBatchSampler(
+        inputs.planner, data_parallel_rank=rank, override_data_mismatch=run.checkpoint.override_data_mismatch
+    )
     progress = {"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0, "evaluated_iteration": None}
 
     manager = None
@@ -195,6 +197,8 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     with contextlib.closing(log):
         if resumed:
             log.notice(resumed)
+        for override in sampler.overrides:
+            log.warning(f"the data order is another after iteration {override['step']} (--override-data-mismatch): {'; '.join(override['changed'])}")
         if progress["iteration"] >= run.training.train_iters:
             log.notice(f"iteration {progress['iteration']} is at or past --train-iters {run.training.train_iters}: nothing to train")
         trainer = Trainer(
@@ -213,6 +217,8 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         )
         trainer.train(stop)
         extra = {"parallel": _sizes(run, inputs), "parameters": parameters, "device": device.device_name()}
+        if sampler.overrides:
+            extra["data_overrides"] = sampler.overrides
         memory = device.memory_stats()
         if memory is not None:
             extra["peak_memory_gib"] = memory["peak_reserved"] / 2**30

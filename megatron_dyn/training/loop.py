@@ -149,6 +149,7 @@ class Trainer:
         return False
 
     def _record(self, plan: StepPlan, outcome, learning_rate: float, step_time: float, data_time: float) -> StepRecord:
+        changed = [text for override in self._position["overrides"] if override["step"] == plan.step for text in override["changed"]]
         return StepRecord.from_plan(
             plan,
             iteration=self.iteration,
@@ -162,6 +163,7 @@ class Trainer:
             consumed_tokens=self.consumed_tokens,
             consumed_documents=self.consumed_documents,
             skipped=outcome is None or not outcome.updated,
+            extra={"data-mismatch-overridden": changed} if changed else None,
         )
 
     def _evaluate(self, stop: StopRequest) -> None:

@@ -123,6 +123,7 @@ class RunConfig:
                 self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
             ),
             document_order=self.data.document_order,
+            length_window=self.data.length_window,
             cost=self.cost_model(),
         )
         try:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data order is pinned: by golden values, by a reference in plain integers, and over processes."""
+"""The data order is pinned: by golden values, by a reference in plain integers, and over processes; and it looks random."""
 
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from megatron_dyn.planning import PlanConfig, Planner
-from megatron_dyn.planning.order import GOLDEN_GAMMA, epoch_order, mix64, shuffle_keys, token_step_ends
+from megatron_dyn.planning import order as order_module
+from megatron_dyn.planning.order import GOLDEN_GAMMA, Permutation, epoch_key, mix64, order_of_runs, ranks_at
 
 
 def test_mix64_is_splitmix64():
@@ -18,73 +21,142 @@ def test_mix64_is_splitmix64():
     assert [mix64(1234567 + (i + 1) * GOLDEN_GAMMA) for i in range(5)] == known
 
 
-@pytest.mark.parametrize("seed, epoch", [(0, 0), (1234, 0), (1234, 1), (2**63 - 1, 10**9)])
-def test_keys_equal_plain_integer_arithmetic(seed, epoch):
-    documents = np.array([0, 1, 2, 3, 1000, 2**40, 2**62])
-    state = mix64(mix64(seed + GOLDEN_GAMMA) + (epoch + 1) * GOLDEN_GAMMA)
-    expected = [mix64(state + (document + 1) * GOLDEN_GAMMA) for document in documents.tolist()]
-    keys = shuffle_keys(documents, seed, epoch)
-    assert keys.dtype == np.uint64 and keys.tolist() == expected
+def plain_permutation(place: int, size: int, key: int) -> int:
+    """The same network in Python's integers, digit by digit."""
+    rows = next(r for r in range(max(math.isqrt(size) - 1, 0), size + 1) if r * r >= size)
+    columns = math.ceil(size / rows)
+    while True:
+        high, low = divmod(place, columns)
+        for number in range(1, (24 if size < 65536 else 10) + 1):
+            word = mix64(key + number * GOLDEN_GAMMA)
+            if number % 2 == 1:
+                high = (high + (mix64(low * GOLDEN_GAMMA + word) // 2**32) * rows // 2**32) % rows
+            else:
+                low = (low + (mix64(high * GOLDEN_GAMMA + word) // 2**32) * columns // 2**32) % columns
+        place = high * columns + low
+        if place < size:
+            return place
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 65535, 65536, 10**9, 2**40 + 1])
+@pytest.mark.parametrize("seed, epoch", [(1234, 0), (2**63 - 1, 10**9)])
+def test_permutation_equals_plain_integer_arithmetic(size, seed, epoch):
+    key = epoch_key(seed, epoch)
+    assert key == mix64(mix64(seed + GOLDEN_GAMMA) + (epoch + 1) * GOLDEN_GAMMA)
+    places = sorted({0, size - 1, size // 2, *(mix64(i) % size for i in range(40))})
+    ranks = Permutation(size, key)(np.array(places))
+    assert ranks.dtype == np.int64 and ranks.tolist() == [plain_permutation(place, size, key) for place in places]
+
+
+@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 65535, 65536, 100_003])
+def test_every_rank_comes_once(size):
+    ranks = Permutation(size, epoch_key(5, size))(np.arange(size))
+    assert (np.bincount(ranks, minlength=size) == 1).all() and len(ranks) == size
 
 
 def test_golden_epoch_orders():
     """Changing these values changes the data order of every run that is under way: do not."""
-    def order(epoch, seed=1234):
-        return epoch_order(np.arange(12), document_order="shuffle", seed=seed, epoch=epoch).tolist()
 
-    assert order(0) == [7, 8, 11, 10, 4, 1, 2, 5, 0, 3, 9, 6]
-    assert order(1) == [0, 5, 10, 7, 9, 11, 1, 4, 3, 2, 6, 8]
-    assert order(0, seed=7) == [3, 7, 10, 1, 11, 6, 4, 0, 9, 5, 8, 2]
-    assert epoch_order(np.arange(4), document_order="sequential", seed=1, epoch=3).tolist() == [0, 1, 2, 3]
+    def order(size, epoch, seed=1234, count=12):
+        return ranks_at(0, count, size=size, document_order="shuffle", seed=seed, epoch=epoch).tolist()
 
-
-def test_shuffle_is_even():
-    """Over 2,000 epochs each document is first about equally often (chi-square of 9 degrees, p = 1e-6 at 44)."""
-    firsts = [int(epoch_order(np.arange(10), document_order="shuffle", seed=3, epoch=e)[0]) for e in range(2000)]
-    counts = np.bincount(firsts, minlength=10)
-    assert ((counts - 200) ** 2 / 200).sum() < 44
+    assert order(12, 0) == GOLDEN[0]
+    assert order(12, 1) == GOLDEN[1]
+    assert order(12, 0, seed=7) == GOLDEN[2]
+    assert order(10**9, 3, count=5) == GOLDEN[3]
+    assert order_of_runs(8, seed=1234, epoch=1, window=64).tolist() == GOLDEN[4]
+    assert ranks_at(3, 7, size=9, document_order="sequential", seed=1, epoch=3).tolist() == [3, 4, 5, 6]
 
 
-def test_empty_documents_do_not_move_the_others():
-    config = PlanConfig(max_tokens_per_microbatch=10, global_batch_size=100)
-    full = Planner(np.array([3, 4, 5, 6, 7]), config).plan(0)
-    holed = Planner(np.array([3, 4, 0, 6, 7]), config).plan(0)
-    assert [d for d in full.documents.tolist() if d != 2] == holed.documents.tolist()
-    assert holed.stats.empty_documents == 1
+GOLDEN = (
+    [7, 5, 6, 9, 10, 3, 11, 0, 4, 2, 8, 1],
+    [5, 3, 2, 9, 8, 4, 0, 7, 1, 11, 6, 10],
+    [11, 5, 6, 2, 8, 1, 4, 10, 0, 9, 7, 3],
+    [253148118, 16328092, 357635622, 793219666, 796351835],
+    [1, 3, 7, 6, 2, 5, 0, 4],
+)
 
 
-@pytest.mark.parametrize("target", [1, 7, 50, 10**6])
-def test_token_steps_end_when_the_target_is_reached(target):
-    lengths = np.random.default_rng(0).integers(1, 20, size=300)
-    ends, held = [], 0
-    for position, length in enumerate(lengths.tolist(), start=1):
-        held += length
-        if held >= target:
-            ends.append(position)
-            held = 0
-    if held:
-        ends.append(len(lengths))
-    assert token_step_ends(lengths, target).tolist() == ends
+def excess(counts: np.ndarray, expected: float) -> float:
+    """Chi-square of counts in standard deviations above its mean (degrees of freedom: one less than there are counts)."""
+    freedom = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
 
 
-def test_random_access_in_token_mode_equals_iterating():
-    lengths = np.random.default_rng(1).integers(1, 50, size=200)
-    config = PlanConfig(max_tokens_per_microbatch=64, global_batch_tokens=300)
-    iterated = Planner(lengths, config)
-    documents = [iterated.plan(step).documents.tolist() for step in range(80)]
-    for step in (79, 3, 40, 0, 41):
-        jumped = Planner(lengths, config)
-        assert jumped.plan(step).documents.tolist() == documents[step]
-        assert jumped.epoch_of(step) == iterated.epoch_of(step) > -1
-    assert iterated.epoch_of(79) >= 3
+def test_all_permutations_of_four_documents_are_about_as_likely():
+    seen = Counter(tuple(Permutation(4, epoch_key(3, epoch))(np.arange(4)).tolist()) for epoch in range(1200))
+    assert len(seen) == 24 and abs(excess(np.array(list(seen.values())), 50)) < 4
+
+
+def check_looks_random(orders: list[np.ndarray]) -> None:
+    """Several epochs of one corpus: even everywhere, neighbours unrelated, epochs unrelated."""
+    size = len(orders[0])
+    parts = np.arange(size) * 32 // size
+    for order in orders:
+        where = order * 32 // size
+        assert abs(excess(np.bincount(parts * 32 + where, minlength=1024), size / 1024)) < 5, "a part of the corpus comes early or late"
+        apart = (np.diff(order) % size) * 256 // size
+        assert abs(excess(np.bincount(apart, minlength=256), (size - 1) / 256)) < 5, "documents in sequence are related"
+        assert np.count_nonzero(np.diff(order) == 1) < 12 and np.count_nonzero(order == np.arange(size)) < 12
+    for one, other in zip(orders, orders[1:]):
+        assert abs(excess(np.bincount((one * 32 // size) * 32 + other * 32 // size, minlength=1024), size / 1024)) < 5, "epochs are related"
+        assert len(set(one[:1000].tolist()) & set(other[:1000].tolist())) < 30 + 1000 * 1000 / size
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept_of_or_for_other_tests():
+    yield
+    forget()
+
+
+def forget() -> None:
+    order_module.epoch_permutation.cache_clear()
+    order_module._whole_epoch.cache_clear()
+
+
+def epochs_of(size: int, document_order: str = "shuffle") -> list[np.ndarray]:
+    forget()
+    return [ranks_at(0, size, size=size, document_order=document_order, seed=11, epoch=epoch) for epoch in range(4)]
+
+
+@pytest.mark.parametrize("size", [65_000, 100_003, 2**17])
+def test_epochs_look_random_and_unrelated(size):
+    check_looks_random(epochs_of(size))
+
+
+def test_a_sequence_does_not_look_random():
+    with pytest.raises(AssertionError, match="early or late"):
+        check_looks_random(epochs_of(65_000, "sequential"))
+
+
+def test_mutant_epoch_ignored_in_the_key_is_noticed(monkeypatch):
+    real = order_module.epoch_key
+    monkeypatch.setattr(order_module, "epoch_key", lambda seed, epoch: real(seed, 0))
+    with pytest.raises(AssertionError, match="epochs are related"):
+        check_looks_random(epochs_of(65_000))
+
+
+def test_mutant_too_few_rounds_is_noticed(monkeypatch):
+    monkeypatch.setattr(order_module, "ROUNDS", 2)
+    with pytest.raises(AssertionError):
+        check_looks_random(epochs_of(100_003))
+
+
+def test_seeds_are_unrelated():
+    by_seed = [Permutation(65_000, epoch_key(seed, 0))(np.arange(65_000)) for seed in range(4)]
+    check_looks_random(by_seed)
 
 
 PROGRAM = """
 import sys
 import numpy as np
 from megatron_dyn.planning import PlanConfig, Planner
-planner = Planner(np.arange(1, 400) * 7919 % 600, PlanConfig(max_tokens_per_microbatch=512, global_batch_size=64, data_parallel_size=3))
-print(" ".join(planner.plan(step).digest for step in range(10)))
+lengths = np.arange(400) * 7919 % 600
+for order in ("shuffle", "length-window"):
+    for batch in (dict(global_batch_size=64), dict(global_batch_tokens=20000)):
+        config = PlanConfig(max_tokens_per_microbatch=512, data_parallel_size=3, document_order=order, length_window=150, **batch)
+        planner = Planner(lengths, config)
+        print(" ".join(planner.plan(step).digest for step in range(8)))
 assert "torch" not in sys.modules, "planning must not need torch"
 """
 
@@ -95,4 +167,14 @@ def test_digests_are_equal_in_other_processes():
         return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True, text=True).stdout
 
     first = run("0")
-    assert first == run("4242") and len(set(first.split())) == 10
+    assert first == run("4242") and len(set(first.split())) == 32
+
+
+def test_digests_are_equal_for_all_ranks_and_kinds_of_lengths(tmp_path):
+    lengths = np.arange(1, 3000) * 7919 % 600
+    config = PlanConfig(max_tokens_per_microbatch=512, global_batch_tokens=9000)
+    on_disk = np.memmap(tmp_path / "lengths", dtype=np.uint16, mode="w+", shape=lengths.shape)
+    on_disk[:] = lengths
+    kinds = [lengths, lengths.astype(np.int32), lengths.astype(">i8"), np.repeat(lengths, 2)[::2], on_disk]
+    digests = {tuple(Planner(kind, config).plan(step).digest for step in (0, 5)) for kind in kinds}
+    assert len(digests) == 1

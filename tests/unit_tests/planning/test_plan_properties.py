@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_dyn.planning import CostModel, PlanConfig, Planner, PlanError
 from megatron_dyn.planning import assemble as assemble_module
 from megatron_dyn.planning import planner as planner_module
+from megatron_dyn.planning.windows import Window
 
 corpora = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 costs = st.sampled_from([CostModel(), CostModel(linear=1, quadratic=0), CostModel(linear=0, quadratic=3.5)])
@@ -30,7 +31,8 @@ def configurations(draw, oversize=("split", "truncate", "drop")):
         oversize=draw(st.sampled_from(oversize)),
         max_documents_per_microbatch=draw(st.sampled_from([None, None, 1, 2, 5])),
         microbatch_multiple=draw(st.integers(1, 3)),
-        document_order=draw(st.sampled_from(["shuffle", "sequential"])),
+        document_order=draw(st.sampled_from(["shuffle", "sequential", "length-window"])),
+        length_window=draw(st.integers(1, 50)),
         cost=draw(costs),
         **{batch: draw(st.integers(1, 60 if batch == "global_batch_tokens" else 20))},
     )
@@ -194,17 +196,19 @@ def test_mutant_cap_exceeded_by_one_is_noticed(monkeypatch):
         check_caps_and_layout(planner.plan(0), planner)
 
 
-def test_mutant_order_depending_on_ranks_is_noticed():
-    class RoundsTheBatch(Planner):
-        """The usual fault: the global batch is made divisible by the ranks."""
-
-        def _bounds(self, number, ends):
-            begin, end = super()._bounds(number, ends)
-            ranks = self.config.data_parallel_size
-            return begin, begin + max((end - begin) // ranks * ranks, 1)
-
+def test_mutant_order_depending_on_ranks_is_noticed(monkeypatch):
     one_rank = dataclasses.replace(CONFIG, data_parallel_size=1)
     lengths = np.arange(1, 8)
     check_documents_do_not_depend_on_division(Planner(lengths, one_rank), Planner(lengths, CONFIG))
+    real, ranks = Window.documents_of_step, CONFIG.data_parallel_size
+    rounding = Planner(lengths, CONFIG)
+
+    def rounded(window, index):
+        """The usual fault: the global batch is made divisible by the ranks."""
+        documents = real(window, index)
+        mine = window in rounding._kept.values()
+        return documents[: max(len(documents) // ranks * ranks, 1)] if mine else documents
+
+    monkeypatch.setattr(Window, "documents_of_step", rounded)
     with pytest.raises(AssertionError):
-        check_documents_do_not_depend_on_division(RoundsTheBatch(lengths, one_rank), RoundsTheBatch(lengths, CONFIG))
+        check_documents_do_not_depend_on_division(Planner(lengths, one_rank), rounding)
