@@ -12,13 +12,15 @@ Shapes: p pieces, M = ranks * K microbatches, in rank-major order.
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.balance import Bins, deal_to_ranks, level_ranks, lower_costliest_bin, order_within_ranks
 from megatron_dyn.planning.config import PlanConfig
-from megatron_dyn.planning.packing import MANY_PIECES, Caps, fewest_bins, fill_empty_bins, longest_first_by_rank, pack
+from megatron_dyn.planning.packing import MANY_PIECES, Caps, fewest_bins, fill_empty_bins, pack
+from megatron_dyn.planning.ranks import ranks_first
 from megatron_dyn.planning.pieces import Piece, StepPieces
 from megatron_dyn.planning.plan import MicrobatchPlan, StepPlan, StepStats
 
@@ -45,7 +47,7 @@ def divide(length: np.ndarray, config: PlanConfig) -> tuple[np.ndarray, int]:
     weight = np.minimum(round_up(length[order], config.document_alignment), caps.weight)
     cost = integer_cost(length[order], config)
     num_bins = fewest_bins(weight, caps, ranks * multiple)
-    bin_of = longest_first_by_rank(weight, cost, ranks, num_bins // ranks, caps) if len(weight) <= MANY_PIECES else None
+    bin_of = ranks_first(weight, cost, ranks, num_bins // ranks, caps) if len(weight) <= MANY_PIECES else None
     by_rank = bin_of is not None
     if by_rank:
         bin_of = fill_empty_bins(bin_of, cost, num_bins)
@@ -146,7 +148,7 @@ class MicrobatchTable:
 
     def microbatches(self, alignment: int) -> list[MicrobatchPlan]:
         """One object for each microbatch; its arrays are read-only views."""
-        pieces = list(map(Piece._make, self.rows.tolist()))
+        pieces = list(map(partial(tuple.__new__, Piece), self.rows.tolist()))  # Piece._make, without a Python call for each
         filler = np.array([0, alignment], dtype=np.int32)
         filler.flags.writeable = False
         columns = (self.tokens, self.loss_tokens, self.T, self.max_seqlen, self.cost)

@@ -7,10 +7,11 @@ on every platform. Work is bounded by counting table cells, never by a clock.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from megatron_dyn.planning.packing import Caps
+from megatron_dyn.planning.packing import Caps, cost_rate
 
 TABLE_CELLS = 1 << 16
 """Most pairs looked at for one exchange."""
@@ -18,8 +19,12 @@ TOTAL_CELLS = 1 << 20
 """Most pairs looked at in each of the two phases of a step: a few milliseconds."""
 CELLS_PER_LOOK = 2048
 """What a look costs beside its table, in cells (and one cell for each piece of the step)."""
-PAIRED = 16
-"""Pieces of a rank, the longest, that are exchanged against pairs."""
+MOST_OF_A_BIN = 48
+"""Pieces of a bin, the longest, of which sets are made."""
+NEAREST = 16
+"""Sets looked at for each set, those of the nearest weight that fits."""
+SET_CELLS = 64
+"""What a piece costs in a look at sets, in cells."""
 BIN_TOLERANCE = 1000
 """The costliest bin is good enough within 1/1000 of what is possible."""
 RANK_TOLERANCE = 4000
@@ -54,108 +59,111 @@ class Bins:
         np.add.at(self.bin_weight, self.bin_of, self.weight)
         np.add.at(self.bin_cost, self.bin_of, self.cost)
 
-    def singles(self, elements: np.ndarray, most: int) -> "Taken":
-        """Pieces and nothings, int64 [t], each by itself; `most` is for `pairs`."""
-        into = self.bin_of[elements]
-        nothing = elements >= self.num_pieces
-        room = self.caps.weight - self.bin_weight[into] + self.weight[elements]
-        room[nothing & (self.count[into] >= self.caps.pieces)] = -1
-        return Taken(
-            members=elements[:, None], bin=into, weight=self.weight[elements], cost=self.cost[elements], room=room,
-            pieces=np.where(nothing, 0, 1),
-        )
-
-    def pairs(self, elements: np.ndarray, most: int) -> "Taken":
-        """Pairs of pieces that share a bin, of the cheapest bins first, about `most`; nothings, int64 [t] too, make no pair."""
-        pieces = elements[elements < self.num_pieces]
-        into = self.bin_of[pieces]
-        pieces = pieces[np.lexsort((pieces, into, self.bin_cost[into]))]
-        first, second, offset = [pieces[:0]], [pieces[:0]], 0
-        for n in _runs(self.bin_of[pieces]):
-            i, j = np.triu_indices(n, 1)
-            first.append(pieces[offset + i[:most]])
-            second.append(pieces[offset + j[:most]])
-            offset, most = offset + n, most - len(i)
-            if most <= 0:
-                break
-        first, second = np.concatenate(first), np.concatenate(second)
-        into = self.bin_of[first]
-        weight = self.weight[first] + self.weight[second]
-        return Taken(
-            members=np.stack([first, second], axis=1), bin=into, weight=weight, cost=self.cost[first] + self.cost[second],
-            room=self.caps.weight - self.bin_weight[into] + weight, pieces=np.full(len(first), 2),
-        )
-
-    def look(self, give: np.ndarray, take: "Taken", load_give, load_take, ceiling) -> tuple[tuple[int, np.ndarray, int] | None, int]:
-        """The best exchange, and what looking for it cost in cells."""
-        found = self.best_exchange(give, take, load_give, self.bin_cost[take.bin] if load_take is None else load_take, ceiling)
-        return found, len(give) * len(take.bin) + len(self.bin_of) + CELLS_PER_LOOK
-
-    def best_exchange(self, give: np.ndarray, take: "Taken", load_give, load_take, ceiling) -> tuple[int, np.ndarray, int] | None:
-        """The exchange of a piece of `give` against one of `take` after which the larger load is smallest.
+    def best_exchange(self, give: np.ndarray, take: np.ndarray, load_give, load_take, ceiling) -> "Exchange | None":
+        """The exchange of a piece of `give` against an element of `take` after which the larger load is smallest.
 
         Args:
             give: pieces, int64 [g], in bins other than those of `take`.
+            take: elements, int64 [t].
             load_give: cost to be lowered, a number.
-            load_take: cost to be raised, a number, or int64 [t].
+            load_take: cost to be raised, int64 [M], by the bin of what is taken.
             ceiling: no bin of `take` may come to cost more.
 
         Returns:
-            (piece, what is taken for it, larger load afterwards), or None when nothing lowers the larger load.
+            None when nothing lowers the larger load.
         """
-        if not len(take.bin):
-            return None
-        out_of, weight = self.bin_of[give], self.weight[give]
-        shift = self.cost[give][:, None] - take.cost[None, :]
-        after = np.maximum(load_give - shift, load_take + shift)
-        room = self.caps.weight - self.bin_weight[out_of] + weight
-        allowed = (weight[:, None] <= take.room[None, :]) & (take.weight[None, :] <= room[:, None])
-        allowed &= (shift > 0) & (shift <= (ceiling - self.bin_cost[take.bin])[None, :])
-        pieces_left = self.caps.pieces - self.count[out_of] + 1
-        allowed &= take.pieces[None, :] <= pieces_left[:, None]
-        allowed &= (self.count[out_of] > 1)[:, None] | (take.pieces > 0)[None, :]  # moving the only piece gains nothing
+        into, out_of = self.bin_of[take], self.bin_of[give]
+        shift = self.cost[give][:, None] - self.cost[take][None, :]
+        after = np.maximum(load_give - shift, load_take[into] + shift)
+        # Of single pieces, what leaves `give` is no lighter than what comes, as it costs more: only `take` can overflow.
+        allowed = self.weight[give][:, None] <= (self.caps.weight - self.bin_weight[into] + self.weight[take])[None, :]
+        allowed &= (shift > 0) & (shift <= (ceiling - self.bin_cost[into])[None, :])
+        nothing = take >= self.num_pieces
+        full = nothing & (self.count[into] >= self.caps.pieces)
+        allowed &= ~full[None, :]
+        allowed &= ~((self.count[out_of] == 1)[:, None] & nothing[None, :])  # moving the only piece gains nothing
         after[~allowed] = IMPOSSIBLE
         at = int(np.argmin(after))
-        best = int(after.flat[at])
-        if best >= load_give:
-            return None
-        return int(give[at // len(take.bin)]), take.members[at % len(take.bin)], best
+        return self._if_better(give[at // len(take)], take[at % len(take)], int(after.flat[at]), load_give)
 
-    def exchange(self, piece: int, taken: np.ndarray) -> None:
-        """Swap the bins of a piece and of what is taken for it (a nothing stays where it is: then the piece moves)."""
-        source, target = int(self.bin_of[piece]), int(self.bin_of[taken[0]])
-        moved_weight, moved_cost = self.weight[piece] - self.weight[taken].sum(), self.cost[piece] - self.cost[taken].sum()
-        self.bin_weight[source] -= moved_weight
-        self.bin_weight[target] += moved_weight
-        self.bin_cost[source] -= moved_cost
-        self.bin_cost[target] += moved_cost
-        taken = taken[taken < self.num_pieces]
-        self.bin_of[piece] = target
-        self.bin_of[taken] = source
-        self.count[source] += len(taken) - 1
-        self.count[target] += 1 - len(taken)
+    def best_exchange_of_sets(self, give: np.ndarray, take: np.ndarray, load_give, load_take, ceiling) -> "Exchange | None":
+        """As `best_exchange`, of one or two pieces against up to two: in bins without room, of the same total weight.
+
+        Two short pieces cost less than a long one of their weight. Only a few sets of the nearest weight are looked at for each.
+
+        Args:
+            give: pieces, int64 [g], those of one bin next to each other, longest first.
+            take: the same, of other bins.
+        """
+        given, taken = self._sets(give), self._sets(take)
+        if not len(given) or not len(taken):
+            return None
+        (out_of, weight, cost, pieces), (into, its_weight, its_cost, its_pieces) = self._sums(given), self._sums(taken)
+        reach = its_weight + self.caps.weight - self.bin_weight[into]  # what its bin has room for instead of it
+        order = np.argsort(reach, kind="stable")
+        at = np.searchsorted(reach[order], weight)[:, None] + np.arange(NEAREST)
+        inside = at < len(order)
+        at = order[np.minimum(at, len(order) - 1)]
+        shift = cost[:, None] - its_cost[at]
+        allowed = inside & (shift > 0) & (shift <= (ceiling - self.bin_cost[into])[at])
+        allowed &= its_weight[at] <= (weight + self.caps.weight - self.bin_weight[out_of])[:, None]
+        grows = its_pieces[at] - pieces[:, None]
+        grown, shrunk = self.count[out_of][:, None] + grows, self.count[into][at] - grows
+        allowed &= (np.maximum(grown, shrunk) <= self.caps.pieces) & (np.minimum(grown, shrunk) >= 1)
+        after = np.where(allowed, np.maximum(load_give - shift, load_take[into][at] + shift), IMPOSSIBLE)
+        best = int(np.argmin(after))
+        return self._if_better(given[best // NEAREST], taken[at.flat[best]], int(after.flat[best]), load_give)
+
+    def _sets(self, pieces: np.ndarray) -> np.ndarray:
+        """All sets of one or two of each bin's longest pieces, int64 [s, 2]; for one, the second is the bin's nothing."""
+        into = self.bin_of[pieces]
+        first = np.flatnonzero(np.diff(into, prepend=-1)).tolist()
+        sets = [np.empty((0, 2), dtype=np.int64)]
+        for a, b in zip(first, [*first[1:], len(pieces)]):
+            elements = np.append(pieces[a : min(b, a + MOST_OF_A_BIN)], self.num_pieces + into[a])
+            sets.append(elements[_two_of(len(elements))])
+        return np.concatenate(sets)
+
+    def _sums(self, sets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Bin, weight, cost and number of pieces of each set, int64 [s]."""
+        real = np.count_nonzero(sets < self.num_pieces, axis=1)
+        return self.bin_of[sets[:, 0]], self.weight[sets].sum(axis=1), self.cost[sets].sum(axis=1), real
+
+    @staticmethod
+    def _if_better(given, taken, load: int, before: int) -> "Exchange | None":
+        return Exchange(given=np.atleast_1d(given), taken=np.atleast_1d(taken), load=load) if load < before else None
+
+    def exchange(self, found: "Exchange") -> None:
+        """Swap the bins of what is given and what is taken (a nothing stays where it is: then pieces move)."""
+        source, target = int(self.bin_of[found.given[0]]), int(self.bin_of[found.taken[0]])
+        for elements, there, sign in ((found.given, target, 1), (found.taken, source, -1)):
+            pieces = elements[elements < self.num_pieces]
+            weight, cost = sign * self.weight[pieces].sum(), sign * self.cost[pieces].sum()
+            self.bin_of[pieces] = there
+            for b, way in ((source, -1), (target, 1)):
+                self.bin_weight[b] += way * weight
+                self.bin_cost[b] += way * cost
+                self.count[b] += way * sign * len(pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What may come for a piece: t sets of elements, each within one bin."""
+class Exchange:
+    """Elements of one bin for those of another."""
 
-    members: np.ndarray  # [t, 1 or 2] elements
-    bin: np.ndarray  # [t]
-    weight: np.ndarray  # [t]
-    cost: np.ndarray  # [t]
-    room: np.ndarray  # [t] the weight that the bin can take for it
-    pieces: np.ndarray  # [t] how many they are
+    given: np.ndarray
+    taken: np.ndarray
+    load: int
+    """The larger of the two loads afterwards."""
 
 
-def _runs(values: np.ndarray) -> list[int]:
-    """Lengths of the runs of equal values."""
-    ends = np.flatnonzero(np.diff(values, append=-1))
-    return np.diff(ends, prepend=-1).tolist()
+@lru_cache
+def _two_of(n: int) -> np.ndarray:
+    """Positions of all pairs of n elements, int64 [n (n - 1) / 2, 2]."""
+    return np.stack(np.triu_indices(n, 1), axis=1)
 
 
 def cost_floor(weight: np.ndarray, cost: np.ndarray, num_bins: int, cap: int) -> int:
-    """No division of the pieces over `num_bins` bins of at most `cap` has a cheaper costliest bin (but for rounding).
+    """No division of the pieces over `num_bins` bins of at most `cap` has a cheaper costliest bin.
 
     The mean is such a floor, and the costliest piece. Between the two: for any g, the g pieces with most cost beyond their
     weight lie in at most g bins, which must also hold what the other bins have no room for. Their mean is a floor.
@@ -167,14 +175,11 @@ def cost_floor(weight: np.ndarray, cost: np.ndarray, num_bins: int, cap: int) ->
     mean = -(-int(cost.sum()) // num_bins)
     if not len(weight):
         return mean
-    g = np.arange(1, min(num_bins, len(weight)) + 1)
-    forced = np.maximum(int(weight.sum()) - (num_bins - g) * cap, np.cumsum(weight[: len(g)]))
-    lightest, cheapest = int(weight[-1]), int(cost[-1])  # no piece costs less for its weight than the shortest
-    excess = 0
-    for bins, (total, w, c) in enumerate(zip(forced.tolist(), weight.tolist(), cost.tolist()), 1):
-        excess += c - w * cheapest // lightest
-        mean = max(mean, (total * cheapest // lightest + excess) // bins)
-    return max(mean, int(cost[0]))
+    bins = np.arange(1, min(num_bins, len(weight)) + 1)  # g
+    forced = np.maximum(int(weight.sum()) - (num_bins - bins) * cap, np.cumsum(weight[: len(bins)]))
+    rate = cost_rate(weight, cost)
+    excess = np.cumsum((cost - rate * weight)[: len(bins)])
+    return max(mean, int(cost[0]), int(np.max((rate * forced + excess) // bins)))
 
 
 def lower_costliest_bin(bins: Bins) -> None:
@@ -192,15 +197,22 @@ def lower_costliest_bin(bins: Bins) -> None:
         if load <= possible + possible // BIN_TOLERANCE or bins.count[costliest] == 1:
             return
         give = np.flatnonzero(bins.bin_of[pieces] == costliest)
-        others = _elements_of_cheapest_bins(bins, TABLE_CELLS // len(give) + 1, leave_out=costliest)
-        for take in (bins.singles, bins.pairs):
-            found, looked_at = bins.look(give, take(others, TABLE_CELLS // len(give)), load, None, load)
-            cells += looked_at
-            if found is not None:
-                bins.exchange(found[0], found[1])
-                break
-        else:
+        take = _elements_of_cheapest_bins(bins, TABLE_CELLS // len(give) + 1, leave_out=costliest)
+        cells += len(give) * len(take) + len(bins.bin_of) + CELLS_PER_LOOK
+        found = bins.best_exchange(give, take, load, bins.bin_cost, load)
+        if found is None:
+            take = _by_bin(bins, take)
+            cells += SET_CELLS * (len(give) + len(take)) + CELLS_PER_LOOK
+            found = bins.best_exchange_of_sets(give, take, load, bins.bin_cost, load)
+        if found is None:
             return
+        bins.exchange(found)
+
+
+def _by_bin(bins: Bins, elements: np.ndarray) -> np.ndarray:
+    """The pieces among the elements, those of one bin next to each other, longest first."""
+    pieces = elements[elements < bins.num_pieces]
+    return pieces[np.argsort(bins.bin_of[pieces], kind="stable")]
 
 
 def _elements_of_cheapest_bins(bins: Bins, most: int, *, leave_out: int) -> np.ndarray:
@@ -220,6 +232,8 @@ def deal_to_ranks(bin_cost: np.ndarray, num_ranks: int) -> np.ndarray:
     Bins sorted by cost are cut into K groups of one bin a rank. Groups are dealt in order of falling spread, the costliest
     bin of a group to the rank which has least so far.
     """
+    if num_ranks == 1:
+        return np.zeros(len(bin_cost), dtype=np.int64)
     order = np.argsort(bin_cost, kind="stable")
     groups = order.reshape(-1, num_ranks)
     rank_of = np.empty(len(bin_cost), dtype=np.int64)
@@ -252,18 +266,21 @@ def level_ranks(bins: Bins, rank_of: np.ndarray, num_ranks: int) -> None:
         ranks = np.argsort(load, kind="stable")
         rank_of_element = rank_of[bins.bin_of]
         give = np.flatnonzero(rank_of_element[pieces] == costliest)
-        for take_of in (bins.singles, bins.pairs):
+        for sets in (False, True):
             for cheap in ranks[load[ranks] < possible].tolist():
-                others = np.flatnonzero(rank_of_element == cheap)
-                take = take_of(others, TABLE_CELLS // PAIRED)
-                found, looked_at = bins.look(
-                    give[: TABLE_CELLS // max(len(take.bin), 1) + 1],  # the longest pieces
-                    take, int(load[costliest]), int(load[cheap]), ceiling,
-                )
-                cells += looked_at
-                swap = _best_bin_swap(bins.bin_cost, rank_of, costliest, cheap, load)
-                if found is not None and (swap is None or found[2] <= swap[2]):
-                    bins.exchange(found[0], found[1])
+                take = np.flatnonzero(rank_of_element == cheap)
+                if sets:
+                    take = _by_bin(bins, take)
+                    cells += SET_CELLS * (len(give) + len(take)) + CELLS_PER_LOOK
+                    found = bins.best_exchange_of_sets(_by_bin(bins, give), take, int(load[costliest]), load[rank_of], ceiling)
+                    swap = None
+                else:
+                    candidates = give[: TABLE_CELLS // len(take) + 1]  # the longest pieces
+                    cells += len(candidates) * len(take) + len(bins.bin_of) + CELLS_PER_LOOK
+                    found = bins.best_exchange(candidates, take, int(load[costliest]), load[rank_of], ceiling)
+                    swap = _best_bin_swap(bins.bin_cost, rank_of, costliest, cheap, load)
+                if found is not None and (swap is None or found.load <= swap[2]):
+                    bins.exchange(found)
                 elif swap is not None:
                     rank_of[swap[0]], rank_of[swap[1]] = cheap, costliest
                 else:

@@ -18,8 +18,6 @@ MANY_PIECES = 1 << 15
 """Above this, no way of packing is tried that is likely to fail, or slow."""
 LEVEL_SLACK = 200
 """One token in so many must be free for filling very many pieces evenly."""
-PATIENCE = 4
-"""Looks for room, per piece, before ranks are given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,74 +97,6 @@ def longest_first(weight: np.ndarray, cost: np.ndarray, num_bins: int, caps: Cap
     return np.asarray(bin_of, dtype=np.int64)
 
 
-def longest_first_by_rank(weight: np.ndarray, cost: np.ndarray, num_ranks: int, per_rank: int, caps: Caps) -> np.ndarray | None:
-    """As `longest_first`, but each piece goes to the cheapest rank first, there to the cheapest bin: [p] in rank-major numbering.
-
-    A rank with a giant document thereby gets little else, whichever microbatch that would be in. None when a piece finds no
-    room, or when looking for room takes long.
-    """
-    if num_ranks == 1:
-        return longest_first(weight, cost, per_rank, caps)
-    ranks = list(range(num_ranks))  # heap of cost * R + rank
-    bins = [list(range(per_rank)) for _ in ranks]  # a heap of cost * K + bin for each rank
-    room, count = [caps.weight] * (num_ranks * per_rank), [0] * (num_ranks * per_rank)
-    patience, bin_of = PATIENCE * len(weight), []
-    for w, c in zip(weight.tolist(), cost.tolist()):
-        full_ranks = []
-        while True:
-            if not ranks or patience < 0:
-                return None
-            rank = ranks[0] % num_ranks
-            heap, full = bins[rank], []
-            while heap and room[rank * per_rank + heap[0] % per_rank] < w:
-                full.append(heapq.heappop(heap))
-            if heap:
-                break
-            bins[rank] = full  # rising, which is a heap
-            patience -= len(full) + 1
-            full_ranks.append(heapq.heappop(ranks))
-        key = heap[0]
-        chosen = rank * per_rank + key % per_rank
-        bin_of.append(chosen)
-        room[chosen] -= w
-        count[chosen] += 1
-        if count[chosen] < caps.pieces and room[chosen] > 0:
-            heapq.heapreplace(heap, key + c * per_rank)
-        else:
-            heapq.heappop(heap)
-        patience -= len(full)
-        for key in full:
-            heapq.heappush(heap, key)
-        heapq.heapreplace(ranks, ranks[0] + c * num_ranks)
-        for key in full_ranks:
-            heapq.heappush(ranks, key)
-    return np.asarray(bin_of, dtype=np.int64)
-
-
-def level_then_fill(weight: np.ndarray, excess: np.ndarray, num_bins: int, caps: Caps, longest: int) -> np.ndarray | None:
-    """For nearly full bins, int64 [p] or None: where all weigh the same, what differs is the cost beyond that of the weight.
-
-    The longest pieces level that excess, the others then fill bin after bin to the last token, up to a common level.
-
-    Args:
-        excess: int64 [p], cost beyond what is in proportion to the weight.
-        longest: pieces that level the excess.
-    """
-    first = longest_first(weight[:longest], excess[:longest] + 1, num_bins, caps)
-    if first is None:
-        return None
-    used, count = np.bincount(first, weight[:longest], minlength=num_bins), np.bincount(first, minlength=num_bins)
-    by_room = np.argsort(used, kind="stable")
-    total = int(weight.sum())
-    level = -(-total // num_bins)
-    for cap in sorted({min(level + (caps.weight - level) // 4, caps.weight), caps.weight}):
-        rooms = [(max(cap - int(used[b]), 0), caps.pieces - int(count[b])) for b in by_room.tolist()]
-        rest = dense(weight[longest:], cap=caps.weight, pieces=caps.pieces, rooms=rooms)
-        if rest is not None:
-            return np.concatenate([first, by_room[rest]])
-    return None
-
-
 def fill_empty_bins(bin_of: np.ndarray, cost: np.ndarray, num_bins: int) -> np.ndarray:
     """Take pieces from the costliest bins that hold several until no bin is empty, or each piece is alone."""
     bin_of = bin_of.copy()
@@ -209,15 +139,6 @@ def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> 
         balanced = longest_first(weight, cost, fewest, caps)
         if balanced is not None:
             return balanced, fewest
-    if len(weight) <= MANY_PIECES:
-        lightest, cheapest = int(weight[-1]), int(cost[-1])
-        excess = np.array([max(c - cheapest * w // lightest, 0) for w, c in zip(weight.tolist(), cost.tolist())])
-        beyond = np.cumsum(weight[::-1])[::-1]  # weight from each piece on
-        for eighths in (1, 2, 4, 6):
-            longest = int(np.count_nonzero(8 * beyond > eighths * int(beyond[0])))
-            found = level_then_fill(weight, excess, fewest, caps, longest)
-            if found is not None:
-                return fill_empty_bins(found, cost, fewest), fewest
     tight = dense(weight, cap=caps.weight, pieces=caps.pieces)
     if -(-(int(tight.max()) + 1) // multiple) * multiple > fewest and len(weight) <= MANY_PIECES:
         other = best_fit_decreasing(weight, caps)
@@ -228,6 +149,11 @@ def pack(weight: np.ndarray, cost: np.ndarray, *, caps: Caps, multiple: int) -> 
         if balanced is not None:
             return balanced, num_bins
     return fill_empty_bins(tight, cost, num_bins), num_bins
+
+
+def cost_rate(weight: np.ndarray, cost: np.ndarray) -> int:
+    """Cost of a token that every piece has at least: what a piece costs beyond that is its excess."""
+    return int(np.min(cost // weight))
 
 
 def fewest_bins(weight: np.ndarray, caps: Caps, multiple: int) -> int:
