@@ -17,7 +17,8 @@ from functools import partial
 import numpy as np
 
 from megatron_dyn.planning.alignment import round_up
-from megatron_dyn.planning.balance import Bins, deal_to_ranks, level_ranks, lower_costliest_bin, order_within_ranks
+from megatron_dyn.planning.balance import deal_to_ranks, level_ranks, lower_costliest_bin, order_within_ranks
+from megatron_dyn.planning.bins import Bins
 from megatron_dyn.planning.config import PlanConfig
 from megatron_dyn.planning.packing import MANY_PIECES, Caps, fewest_bins, fill_empty_bins, pack
 from megatron_dyn.planning.ranks import ranks_first

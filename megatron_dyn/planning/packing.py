@@ -29,11 +29,35 @@ class Caps:
 
 
 def lower_bound(weight: np.ndarray, caps: Caps) -> int:
-    """No packing has fewer bins: by total weight, by number of pieces, and by pieces above half a bin."""
-    by_weight = -(-int(weight.sum()) // caps.weight)
+    """No packing has fewer bins: by total weight, by number of pieces, and by pieces above half a bin.
+
+    Room beside a piece that not even the shortest one fits in counts as weight.
+    """
+    lost = caps.weight - weight[weight > caps.weight - weight.min(initial=caps.weight)]
+    by_weight = -(-int(weight.sum() + lost.sum()) // caps.weight)
     by_count = -(-len(weight) // caps.pieces)
     by_halves = int(np.count_nonzero(2 * weight > caps.weight))
     return max(by_weight, by_count, by_halves)
+
+
+def cost_floor(weight: np.ndarray, cost: np.ndarray, num_bins: int, cap: int) -> int:
+    """No division of the pieces over `num_bins` bins of at most `cap` has a cheaper costliest bin.
+
+    The mean is such a floor, and the costliest piece. Between the two: for any g, the g pieces with most cost beyond their
+    weight lie in at most g bins, which must also hold what the other bins have no room for. Their mean is a floor.
+
+    Args:
+        weight: int64 [p], falling.
+        cost: int64 [p], not rising.
+    """
+    mean = -(-int(cost.sum()) // num_bins)
+    if not len(weight):
+        return mean
+    bins = np.arange(1, min(num_bins, len(weight)) + 1)  # g
+    forced = np.maximum(int(weight.sum()) - (num_bins - bins) * cap, np.cumsum(weight[: len(bins)]))
+    rate = cost_rate(weight, cost)
+    excess = np.cumsum((cost - rate * weight)[: len(bins)])
+    return max(mean, int(cost[0]), int(np.max((rate * forced + excess) // bins)))
 
 
 def best_fit_decreasing(weight: np.ndarray, caps: Caps) -> np.ndarray:

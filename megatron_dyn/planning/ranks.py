@@ -9,9 +9,8 @@ import heapq
 
 import numpy as np
 
-from megatron_dyn.planning.balance import cost_floor
 from megatron_dyn.planning.dense import dense
-from megatron_dyn.planning.packing import Caps, cost_rate, longest_first
+from megatron_dyn.planning.packing import Caps, cost_floor, cost_rate, longest_first
 
 FILLING_EIGHTHS = (1, 2, 4, 6)
 """How much of the tokens is kept for filling nearly full bins: the first that is enough."""
