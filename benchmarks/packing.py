@@ -8,7 +8,7 @@ tokens: 24 h^2 L + 4 h L^2 with h = 4096 (the default CostModel counts causal at
 Baselines (`packing_baselines.py`) are labelled with who uses them; all see the same documents, cut where they exceed the
 budget. Times are processor time on one core. Two tables:
 
-- whole: all documents packed at once, documents above the budget truncated.
+- whole: all documents packed at once; documents above the budget are truncated (lognormal) or split (`--idx`).
 - steps: 1,024 documents on 8 ranks, T a multiple of 2. Ours is `Planner.plan`, everything included; the others only divide.
   "over the bound" compares with what no division under the cap undercuts (`cost_floor`); "/ target" with max(cost of the
   longest piece, mean cost). Both mean (worst step).
@@ -36,11 +36,11 @@ def timed(function, *arguments, **settings):
     return result, time.process_time() - began
 
 
-def whole_tables(name: str, lengths: np.ndarray, budgets: list[int], cost: CostModel) -> None:
-    print(f"\nAll {len(lengths):,} documents of {name} at once\n")
+def whole_tables(name: str, lengths: np.ndarray, budgets: list[int], cost: CostModel, oversize: str) -> None:
+    print(f"\nAll {len(lengths):,} documents of {name} at once; documents above the budget: {oversize}\n")
     print("| B | algorithm | packs | bound | fill | documents/s |\n|---|---|---|---|---|---|")
     for budget in budgets:
-        length = np.minimum(lengths, budget)
+        length = cut_documents(np.arange(len(lengths)), lengths, budget=budget, oversize=oversize, even=False).length
         bound = -(-int(length.sum()) // budget)
         config = PlanConfig(max_tokens_per_microbatch=budget, global_batch_size=len(length), cost=cost)
         for label, pack in {"ours": lambda length, _: divide(length, config)[0], **PACKINGS}.items():
@@ -120,7 +120,7 @@ def steps(name: str, lengths: np.ndarray, budgets: list[int], count: int, cost: 
             length = np.array([piece.length for mb in microbatches for piece in mb.pieces])
             bin_of = np.repeat(np.arange(len(microbatches)), [len(mb.pieces) for mb in microbatches])
             every["ours"].add(length, bin_of, plan.num_microbatches, config, seconds)
-            pieces = cut_documents(plan.documents, np.asarray(lengths)[plan.documents].astype(np.int64), budget=budget, oversize="split")
+            pieces = cut_documents(plan.documents, lengths[plan.documents], budget=budget, oversize="split")
             costs = cost.of(pieces.length.astype(np.float64))
             for label, equal in (("Karmarkar-Karp, equal counts (verl)", True), ("Karmarkar-Karp (verl)", False)):
                 (bin_of, each), seconds = timed(karmarkar_karp, pieces.length, costs, budget, RANKS, equal_counts=equal)
@@ -143,13 +143,13 @@ def main() -> None:
     arguments = parser.parse_args()
     cost = CostModel() if arguments.causal else CostModel(linear=1.0, quadratic=1.0 / (6 * 4096))
     drawn = np.clip(np.random.default_rng(arguments.seed).lognormal(6.0, 1.2, arguments.documents), 1, None).astype(np.int64)
-    tables = {"lognormal(6.0, 1.2)": drawn}
+    tables, oversize = {"lognormal(6.0, 1.2)": drawn}, ("truncate", "split")
     if arguments.idx:
-        tables[arguments.idx.rsplit("/", 1)[-1]] = np.asarray(IndexedReader(arguments.idx.removesuffix(".idx")).lengths)
+        tables[arguments.idx.rsplit("/", 1)[-1]] = np.asarray(IndexedReader(arguments.idx.removesuffix(".idx")).lengths).astype(np.int64)
     for name, lengths in tables.items():
         steps(name, lengths, arguments.budgets, arguments.steps, cost)
-    for name, lengths in tables.items():
-        whole_tables(name, lengths, arguments.budgets, cost)
+    for (name, lengths), policy in zip(tables.items(), oversize):
+        whole_tables(name, lengths, arguments.budgets, cost, policy)
 
 
 if __name__ == "__main__":
