@@ -21,7 +21,6 @@ from datetime import date
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -32,7 +31,8 @@ from megatron_dyn.planning.cost_file import write_cost_file
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.config import require
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
-from megatron_dyn.training.launch import layers_for, process_group_backend, run_model
+from megatron_dyn.training.inputs import layers_for, process_group_backend
+from megatron_dyn.training.launch import run_model
 from megatron_dyn.training.optimizer import wrap_models
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.step import Stepper

@@ -17,30 +17,34 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_dyn
 from megatron_dyn import device, userbuffers
-from megatron_dyn.corpus import CorpusError, CorpusSplits, open_corpus
-from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
+from megatron_dyn.corpus import CorpusError
 from megatron_dyn.microbatch import StreamError
 from megatron_dyn.pipeline.agreement import Agreement, AgreementError
-from megatron_dyn.planning import Planner, PlanError, TokenBudgetBatchSampler
+from megatron_dyn.planning import PlanError, TokenBudgetBatchSampler
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import StopRequest, initialize, world_size_from_environment
 from megatron_dyn.training.evaluate import Evaluator
-from megatron_dyn.training.folders import FolderLocks, require_continuation, require_writable
+from megatron_dyn.training.folders import FolderLocks
+from megatron_dyn.training.inputs import Inputs
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.metrics_file import MetricsError
 from megatron_dyn.training.model import build_model, transformer_config
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
-from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings
+from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings, prepare_overlap
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
-from megatron_dyn.userbuffers.choice import choose_backend
+from megatron_dyn.userbuffers import ActiveShapeError, OverlapConfigError
+from megatron_dyn.userbuffers.native_build import NativeBuildError
 
 # What a user can mend: told in one line a rank, without a traceback.
-_EXPLAINED = (AgreementError, CheckpointError, ConfigError, CorpusError, NonFiniteError, PlanError, StreamError, OSError)
+_EXPLAINED = (
+    ActiveShapeError, AgreementError, CheckpointError, ConfigError, CorpusError, NativeBuildError, NonFiniteError, OverlapConfigError, PlanError,
+    StreamError, OSError,
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,52 +73,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-class Inputs:
-    """What the run reads, opened and checked: documents, tokenizer, plans; and the device. Needs no process group.
-
-    Args:
-        run: Settings.
-
-    Raises:
-        ConfigError, CorpusError, PlanError: The inputs are missing, broken or do not fit the settings.
-    """
-
-    def __init__(self, run: RunConfig):
-        self.folders = {"--run-dir": run.logging.run_dir, "--save": run.checkpoint.save}
-        for flag, folder in self.folders.items():
-            require_writable(flag, folder)
-        require_continuation(run.checkpoint)
-        try:
-            self.process_group_backend = process_group_backend(run)
-            self.device = device.initialize_device(backend=self.process_group_backend)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        self.layers = layers_for(run)
-        data = run.data
-        tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
-        if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
-            raise ConfigError(
-                f"--vocab-size {data.vocab_size} contradicts the {tokenizer.vocab_size} pieces of {data.tokenizer_model}: leave --vocab-size out"
-            )
-        self.vocab_size: int = tokenizer.vocab_size if tokenizer else data.vocab_size
-        specials = (tokenizer.pad, tokenizer.eod) if tokenizer else ()
-        self.pad_token_id = next((token for token in specials if token is not None), 0)
-        self.splits: CorpusSplits = open_corpus(data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size)
-        self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
-        cost = run.cost_model(self.vocab_size)
-        self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
-        if self.splits.train is None:
-            raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
-        self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
-        self.validation_planner = None
-        if run.training.eval_iters and self.splits.valid is not None:
-            settings = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, document_order="sequential", drop_last=False)
-            try:
-                self.validation_planner = Planner(self.splits.valid.lengths, settings, fingerprint=self.splits.valid.fingerprint)
-            except PlanError as error:
-                raise PlanError(f"the validation documents (--split {data.split}) cannot be planned: {error}") from error
-
-
 def pretrain(run: RunConfig, inputs: Inputs) -> None:
     """Train as told; the state is saved on the way and at the end.
 
@@ -141,6 +99,12 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     except (ConfigError, OSError) as error:
         failure = error
     agreement.check("the run", "", error=failure)
+    extension, failure = "", None
+    try:
+        extension = prepare_overlap(run, inputs.layers)
+    except (NativeBuildError, OSError) as error:
+        failure = error
+    agreement.check("the UserBuffers extension", extension, error=failure)
     agreement.check("the settings and the documents", json.dumps(facts, sort_keys=True, default=str))
 
     rank = parallel_state.get_data_parallel_rank()
@@ -247,38 +211,6 @@ def run_model(
     seed = run.training.seed
     chunks = build_model(config, run.model, vocab_size=vocab_size, backend=layers, seed=seed, fuse_weight_gradients=fused)
     return config, chunks, overlap
-
-
-def layers_for(run: RunConfig) -> str:
-    """Layers of this machine: Megatron-Core's own with our attention on a CPU, Transformer Engine's on GPUs."""
-    if not device.has_gpu():
-        if run.fp8.fp8:
-            raise ConfigError("--fp8 needs Transformer Engine on a GPU, and there is none here: leave it out")
-        return "local"
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(
-            "the layers for GPUs are Transformer Engine's, which is not installed: pip install 'megatron-dyn[te]' "
-            "(or hide the GPUs with CUDA_VISIBLE_DEVICES='' to train on the CPU)"
-        )
-    if run.precision == "fp32":
-        raise ConfigError("Transformer Engine has no attention for packed sequences in fp32: give --bf16")
-    parallel = run.parallel
-    if process_group_backend(run) == "gloo" and (parallel.pipeline_model_parallel_size > 1 or parallel.overlap_grad_reduce):
-        raise ConfigError(
-            "gloo on GPUs (several ranks sharing a card) has no point-to-point and no overlapped communication of GPU tensors: "
-            "leave out --pipeline-model-parallel-size and the overlaps, or use nccl with a card for each rank"
-        )
-    if run.overlap.tp_comm_overlap:
-        try:
-            choose_backend("te")
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"--tp-comm-overlap: {error}") from error
-    return "te"
-
-
-def process_group_backend(run: RunConfig) -> str:
-    wanted = run.parallel.distributed_backend
-    return device.distributed_backend(None if wanted == "auto" else wanted)
 
 
 def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:

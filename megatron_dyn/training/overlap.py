@@ -145,6 +145,21 @@ def fp8_settings(fp8: Fp8Config) -> dict[str, object]:
     return {name: getattr(fp8, name) for name in names}
 
 
+def prepare_overlap(run: "RunConfig", layers: Literal["local", "te"]) -> str:
+    """What can fail on one rank alone, such as compiling the extension: before the buffers are registered, in which all ranks wait for all.
+
+    Returns:
+        What has to be the same on every rank.
+    Raises:
+        NativeBuildError: see `native.load`.
+    """
+    if not run.overlap.tp_comm_overlap or layers != "te":
+        return ""
+    from megatron_dyn.userbuffers import native
+
+    return native.load().te_version()
+
+
 def initialize_overlap(run: "RunConfig", *, capacity: int, layers: Literal["local", "te"], process_group_backend: str) -> str | None:
     """Register the buffers that the run's layers exchange through: before the model is built, on every rank.
 

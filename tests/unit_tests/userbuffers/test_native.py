@@ -8,7 +8,6 @@ separated by colons), else from PyPI's wheels, of which the headers are kept in 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile

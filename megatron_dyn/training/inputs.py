@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads and runs on: opened and checked without other ranks, so that a refusal comes before a process group exists."""
+
+import importlib.util
+
+from megatron_dyn import device
+from megatron_dyn.corpus import CorpusSplits, open_corpus
+from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
+from megatron_dyn.planning import Planner, PlanError
+from megatron_dyn.training.config import ConfigError
+from megatron_dyn.training.distributed import world_size_from_environment
+from megatron_dyn.training.folders import require_continuation, require_writable
+from megatron_dyn.training.run_config import RunConfig
+from megatron_dyn.userbuffers.choice import choose_backend
+
+
+class Inputs:
+    """What the run reads, opened and checked: documents, tokenizer, plans; and the device. Needs no process group.
+
+    Args:
+        run: Settings.
+
+    Raises:
+        ConfigError, CorpusError, PlanError: The inputs are missing, broken or do not fit the settings.
+    """
+
+    def __init__(self, run: RunConfig):
+        self.folders = {"--run-dir": run.logging.run_dir, "--save": run.checkpoint.save}
+        for flag, folder in self.folders.items():
+            require_writable(flag, folder)
+        require_continuation(run.checkpoint)
+        try:
+            self.process_group_backend = process_group_backend(run)
+            self.device = device.initialize_device(backend=self.process_group_backend)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.layers = layers_for(run)
+        data = run.data
+        tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
+        if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
+            raise ConfigError(
+                f"--vocab-size {data.vocab_size} contradicts the {tokenizer.vocab_size} pieces of {data.tokenizer_model}: leave --vocab-size out"
+            )
+        self.vocab_size: int = tokenizer.vocab_size if tokenizer else data.vocab_size
+        specials = (tokenizer.pad, tokenizer.eod) if tokenizer else ()
+        self.pad_token_id = next((token for token in specials if token is not None), 0)
+        self.splits: CorpusSplits = open_corpus(data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size)
+        self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
+        cost = run.cost_model(self.vocab_size)
+        self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
+        if self.splits.train is None:
+            raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
+        self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
+        self.validation_planner = None
+        if run.training.eval_iters and self.splits.valid is not None:
+            settings = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, document_order="sequential", drop_last=False)
+            try:
+                self.validation_planner = Planner(self.splits.valid.lengths, settings, fingerprint=self.splits.valid.fingerprint)
+            except PlanError as error:
+                raise PlanError(f"the validation documents (--split {data.split}) cannot be planned: {error}") from error
+
+
+def layers_for(run: RunConfig) -> str:
+    """Layers of this machine: Megatron-Core's own with our attention on a CPU, Transformer Engine's on GPUs."""
+    if not device.has_gpu():
+        if run.fp8.fp8:
+            raise ConfigError("--fp8 needs Transformer Engine on a GPU, and there is none here: leave it out")
+        return "local"
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "the layers for GPUs are Transformer Engine's, which is not installed: pip install 'megatron-dyn[te]' "
+            "(or hide the GPUs with CUDA_VISIBLE_DEVICES='' to train on the CPU)"
+        )
+    if run.precision == "fp32":
+        raise ConfigError("Transformer Engine has no attention for packed sequences in fp32: give --bf16")
+    parallel = run.parallel
+    if process_group_backend(run) == "gloo" and (parallel.pipeline_model_parallel_size > 1 or parallel.overlap_grad_reduce):
+        raise ConfigError(
+            "gloo on GPUs (several ranks sharing a card) has no point-to-point and no overlapped communication of GPU tensors: "
+            "leave out --pipeline-model-parallel-size and the overlaps, or use nccl with a card for each rank"
+        )
+    if run.overlap.tp_comm_overlap:
+        try:
+            choose_backend("te")
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"--tp-comm-overlap: {error}") from error
+    return "te"
+
+
+def process_group_backend(run: RunConfig) -> str:
+    wanted = run.parallel.distributed_backend
+    return device.distributed_backend(None if wanted == "auto" else wanted)
