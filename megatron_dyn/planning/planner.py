@@ -164,13 +164,7 @@ class Planner:
         Raises:
             PlanError: the step is negative.
         """
-        with self._lock:
-            position = self.position_of(step)
-            window = self._window(position.epoch, position.window)
-            index = window.step_at(position.documents)
-            following = self._after(step, position, window, index + 1)
-        documents = window.documents_of_step(index)
-        end = window.bounds(index)[1]
+        position, following, documents, end = self._step(step)
         is_last = following.epoch != position.epoch
 
         def divided(*, even: bool) -> StepPlan:
@@ -198,6 +192,23 @@ class Planner:
             if full.num_microbatches < plan.num_microbatches:
                 return full
         return plan
+
+    def documents(self, step: int) -> np.ndarray:
+        """Ids of a step's documents in the order of the epoch, int64 [n], without dividing them: `plan(step).documents`.
+
+        Raises:
+            PlanError: the step is negative.
+        """
+        return self._step(step)[2]
+
+    def _step(self, step: int) -> tuple[StepPosition, StepPosition, np.ndarray, int]:
+        """Where a step and the next one begin, its documents, and how many of its epoch are taken after it."""
+        with self._lock:
+            position = self.position_of(step)
+            window = self._window(position.epoch, position.window)
+            index = window.step_at(position.documents)
+            following = self._after(step, position, window, index + 1)
+        return position, following, window.documents_of_step(index), window.bounds(index)[1]
 
     def _fewest_microbatches(self, tokens: int) -> int:
         """No step of so many tokens has fewer microbatches over all ranks."""

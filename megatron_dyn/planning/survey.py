@@ -86,11 +86,10 @@ def survey(lengths: np.ndarray, *, budget: int, fingerprint: bool) -> Survey:
             raise PlanError(f"document {document} has a negative length ({least}): the index is damaged; rebuild it")
         found.tokens += int(chunk.sum(dtype=np.int64))
         first = begin // block + 1
-        if least > 0:
-            sizes = np.full(-(-len(chunk) // block), block, dtype=np.int64)
-            sizes[-1] = len(chunk) - (len(sizes) - 1) * block
-        else:
-            sizes = np.add.reduceat(chunk > 0, np.arange(0, len(chunk), block), dtype=np.int64)
+        sizes = np.full(-(-len(chunk) // block), block, dtype=np.int64)
+        sizes[-1] = len(chunk) - (len(sizes) - 1) * block
+        if least == 0:
+            sizes -= np.bincount(np.flatnonzero(chunk == 0) // block, minlength=len(sizes))
         counts[first : first + len(sizes)] = sizes
         if most > budget:
             above = np.flatnonzero(chunk > budget)
@@ -172,12 +171,22 @@ def documents_of(ranks: np.ndarray, lengths: np.ndarray, found: Survey) -> np.nd
     together = max(LOOKED_AT // size, 1)
     for begin in range(0, len(holed), together):
         part = holed[begin : begin + together]
-        rows, row_of = np.unique(blocks[part], return_inverse=True)
-        full = np.zeros((len(rows), size), dtype=bool)
-        for row, number in enumerate(rows.tolist()):
-            piece = lengths[number * size : (number + 1) * size]
-            full[row, : len(piece)] = piece
-        row, column = np.nonzero(full)  # row-major: the k-th of a row lies k after the row's first
-        firsts = np.searchsorted(row, np.arange(len(rows)))
-        documents[part] = blocks[part] * size + column[firsts[row_of] + inside[part]]
+        documents[part] = blocks[part] * size + _places_of_ranks(blocks[part], inside[part], lengths, size)
     return documents
+
+
+def _places_of_ranks(blocks: np.ndarray, ranks: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+    """Where in its block the r-th document that is not empty lies, int64 [m]: first which eight of the block, then which of the eight."""
+    rows, row_of = np.unique(blocks, return_inverse=True)
+    full = np.zeros((len(rows), size), dtype=bool)
+    whole = len(lengths) // size
+    cut = rows == whole  # the last block of the corpus may be short
+    full[~cut] = lengths[: whole * size].reshape(whole, size)[rows[~cut]] != 0
+    if cut.any():
+        full[cut, : len(lengths) - whole * size] = lengths[whole * size :] != 0
+    in_eight = full.view(np.uint64) * np.uint64(0x0101010101010101) >> np.uint64(56)  # the sum of eight bytes, each 0 or 1
+    upto = np.cumsum(in_eight, axis=1, dtype=np.int32)[row_of]
+    eight = np.count_nonzero(upto <= ranks[:, None], axis=1)
+    ranks = ranks - np.where(eight > 0, upto[np.arange(len(ranks)), eight - 1], 0)
+    members = np.cumsum(full.reshape(len(rows), -1, 8)[row_of, eight], axis=1)
+    return eight * 8 + np.count_nonzero(members <= ranks[:, None], axis=1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pull the plug, resume, and compare every loss with a run that was never disturbed."""
 
+import json
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from training_run import flags, heavy_tailed_lengths, losses, start, train, write_corpus  # noqa: E402
 
+from megatron_dyn.planning import TokenBudgetBatchSampler  # noqa: E402
 from megatron_dyn.training.loop import Trainer  # noqa: E402
+from megatron_dyn.training.metrics_file import read_metrics  # noqa: E402
 
 STEPS = 14
 # Two epochs of 54 training documents (the last step of the first is short), dropout on, every generator in use.
@@ -104,9 +107,12 @@ CALM = dict(train_iters=10, save_interval=5, lr_decay_iters=10, use_distributed_
     ],
     ids=["TP 2 to 1", "DP 1 to 2", "DP 2 to PP 2 and another budget"],
 )
-def test_another_topology_goes_on_alike(corpus, tmp_path, before, after):
+@pytest.mark.parametrize(
+    "steps", [{}, dict(global_batch_size=None, global_batch_tokens=330, document_order="length-window", length_window=25)], ids=["size", "tokens"]
+)
+def test_another_topology_goes_on_alike(corpus, tmp_path, before, after, steps):
     before, after = dict(before), dict(after)
-    common = CALM | dict(max_tokens_per_microbatch=150)  # no document is split: a budget may then change
+    common = CALM | steps | dict(max_tokens_per_microbatch=150)  # no document is split: a budget may then change
     whole = tmp_path / "unbroken"
     world = before.pop("world")
     train(world, flags(corpus, run_dir=whole, **common | before | dict(save_interval=None)), whole)
@@ -128,3 +134,45 @@ def test_another_corpus_is_refused_before_anything_is_loaded(corpus, tmp_path):
     other = write_corpus(tmp_path / "other", heavy_tailed_lengths(60, longest=150, seed=4))
     ranks = train(1, flags(other, run_dir=tmp_path, **settings | dict(train_iters=8)), tmp_path, status=1)
     assert "fingerprint" in ranks.output() and "Traceback" not in ranks.output()
+
+
+def overridden(run_dir: Path) -> dict[int, list[str]]:
+    """Iteration -> what the records say was another than saved."""
+    return {step["iteration"]: step["data-mismatch-overridden"] for step in read_metrics(run_dir).steps if "data-mismatch-overridden" in step}
+
+
+def check_override_is_told(corpus: Path, tmp_path: Path) -> None:
+    settings = CALM | dict(save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", train_iters=3)
+    train(1, flags(corpus, run_dir=tmp_path, **settings), tmp_path)
+    other = write_corpus(tmp_path / "other", heavy_tailed_lengths(70, longest=150, seed=4))
+    changed = settings | dict(train_iters=5, seed=1)
+    refused = train(1, flags(other, run_dir=tmp_path, **changed), tmp_path, status=1).output()
+    assert "--seed 1 (saved 1234)" in refused and "63 documents" in refused and "saved 54 documents" in refused
+    assert overridden(tmp_path) == {} and sorted(losses(tmp_path)) == [1, 2, 3]
+
+    output = train(1, flags(other, run_dir=tmp_path, override_data_mismatch=True, **changed), tmp_path).output()
+    assert "after iteration 3 (--override-data-mismatch)" in output and "--seed 1 (saved 1234)" in " ".join(output.split())
+    assert list(overridden(tmp_path)) == [4] and "--seed 1 (saved 1234)" in overridden(tmp_path)[4]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [entry["step"] for entry in summary["data_overrides"]] == [3]
+
+    # The new order is the run's own from here on, and the record stays.
+    output = train(1, flags(other, run_dir=tmp_path, **changed | dict(train_iters=6)), tmp_path).output()
+    assert "after iteration 3 (--override-data-mismatch)" in output and sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert list(overridden(tmp_path)) == [4]
+
+
+def test_an_overridden_mismatch_goes_on_and_is_told(corpus, tmp_path):
+    check_override_is_told(corpus, tmp_path)
+
+
+def test_mutant_a_silent_override_is_noticed(corpus, tmp_path, monkeypatch):
+    load = TokenBudgetBatchSampler.load_state_dict
+
+    def silent(sampler, state):
+        load(sampler, state)
+        sampler.overrides = []
+
+    monkeypatch.setattr(TokenBudgetBatchSampler, "load_state_dict", silent)
+    with pytest.raises(AssertionError, match="--override-data-mismatch"):
+        check_override_is_told(corpus, tmp_path)
