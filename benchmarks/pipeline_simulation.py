@@ -109,19 +109,13 @@ def main() -> None:
 
 
 def print_table(name: str, budget: int, ranks: list[int], ratios: dict) -> None:
-    columns = [f"DP {count}: {title}" for count in ranks for title in ("K", *WAYS.values(), "KK above B")]
-    print(f"\n{name}, B = {budget:,}\n\n| PP x VPP | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    print(f"\n{name}, B = {budget:,}: {' / '.join(WAYS.values())}, and Karmarkar-Karp's share of microbatches above B\n")
+    print(f"| PP x VPP | K | {' | '.join(f'DP {count}' for count in ranks)} |\n|{'---|' * (len(ranks) + 2)}")
     for pp, vpp in PIPELINES:
-        cells = []
-        for count in ranks:
-            found = ratios[name, budget, count, pp, vpp]
-            cells += [
-                f"{found['K']:.1f}",
-                *(f"{found[way]:.3f}" for way in ("in_order", "karmarkar_karp")),
-                f"{found['padded']:.1f}",
-                f"{found['over']:.0%}",
-            ]
-        print(f"| {pp} x {vpp} | {' | '.join(cells)} |", flush=True)
+        found = [ratios[name, budget, count, pp, vpp] for count in ranks]
+        cells = [f"{row['in_order']:.3f} / {row['karmarkar_karp']:.3f} / {row['padded']:.1f}; {row['over']:.0%}" for row in found]
+        fewest, most = (f"{choose(row['K'] for row in found):.1f}" for choose in (min, max))
+        print(f"| {pp} x {vpp} | {fewest if fewest == most else f'{fewest}-{most}'} | {' | '.join(cells)} |", flush=True)
 
 
 def draw(names: list[str], arguments: argparse.Namespace, ratios: dict) -> None:
@@ -135,7 +129,7 @@ def draw(names: list[str], arguments: argparse.Namespace, ratios: dict) -> None:
             tidy(axes)
             for way, colour, title in (
                 ("in_order", ORANGE, "filled in order"),
-                ("karmarkar_karp", BLUE, "Karmarkar-Karp, budget exceeded"),
+                ("karmarkar_karp", BLUE, "Karmarkar-Karp (may exceed B)"),
             ):
                 for count, style in zip(arguments.ranks, ("-", "--", ":")):
                     values = [ratios[name, budget, count, *pipeline][way] for pipeline in PIPELINES]
