@@ -55,19 +55,16 @@ def longest_first_by_rank(weight: np.ndarray, cost: np.ndarray, num_ranks: int, 
     room, count = [caps.weight] * (num_ranks * per_rank), [0] * (num_ranks * per_rank)
     patience, bin_of = PATIENCE * len(weight), []
     for w, c in zip(weight.tolist(), cost.tolist()):
-        full_ranks = []
-        while True:
+        full = full_ranks = ()
+        rank = ranks[0] % num_ranks if ranks else 0
+        heap = bins[rank]
+        if not heap or room[rank * per_rank + heap[0] % per_rank] < w:
+            full, full_ranks = _find_room(w, ranks, bins, room, num_ranks, per_rank)
+            patience -= len(full) + len(full_ranks)
             if not ranks or patience < 0:
                 return None
             rank = ranks[0] % num_ranks
-            heap, full = bins[rank], []
-            while heap and room[rank * per_rank + heap[0] % per_rank] < w:
-                full.append(heapq.heappop(heap))
-            if heap:
-                break
-            bins[rank] = full  # rising, which is a heap
-            patience -= len(full) + 1
-            full_ranks.append(heapq.heappop(ranks))
+            heap = bins[rank]
         key = heap[0]
         chosen = rank * per_rank + key % per_rank
         bin_of.append(chosen)
@@ -77,13 +74,27 @@ def longest_first_by_rank(weight: np.ndarray, cost: np.ndarray, num_ranks: int, 
             heapq.heapreplace(heap, key + c * per_rank)
         else:
             heapq.heappop(heap)
-        patience -= len(full)
         for key in full:
             heapq.heappush(heap, key)
         heapq.heapreplace(ranks, ranks[0] + c * num_ranks)
         for key in full_ranks:
             heapq.heappush(ranks, key)
     return np.asarray(bin_of, dtype=np.int64)
+
+
+def _find_room(w: int, ranks: list[int], bins: list[list[int]], room: list[int], num_ranks: int, per_rank: int) -> tuple[list[int], list[int]]:
+    """Take ranks off their heap, and bins off that of the rank, until the cheapest of each has room for w; return what was taken off."""
+    full_ranks = []
+    while ranks:
+        rank = ranks[0] % num_ranks
+        heap, full = bins[rank], []
+        while heap and room[rank * per_rank + heap[0] % per_rank] < w:
+            full.append(heapq.heappop(heap))
+        if heap:
+            return full, full_ranks
+        bins[rank] = full  # rising, which is a heap
+        full_ranks.append(heapq.heappop(ranks))
+    return [], full_ranks
 
 
 def level_then_fill(weight: np.ndarray, cost: np.ndarray, num_ranks: int, per_rank: int, caps: Caps) -> np.ndarray | None:
