@@ -151,7 +151,8 @@ def order_within_ranks(bin_cost: np.ndarray, rank_of: np.ndarray, num_ranks: int
     """Bins of each rank in running order, int64 [R, K]: the cheap ones at both ends, the costliest in the middle.
 
     A pipeline is partly idle while it fills and drains: the cheapest microbatches make that shortest (verl does the same).
-    All ranks use one pattern, so microbatch i costs about the same on each.
+    All ranks use one pattern, so microbatch i costs about the same on each. Of an even number the costliest is the last of the first
+    half: where an interleaved schedule runs two groups of microbatches, its cost then delays the end of one, not the start of the next.
     """
     by_cost = np.lexsort((bin_cost, rank_of)).reshape(num_ranks, -1)
-    return np.concatenate([by_cost[:, 0::2], by_cost[:, 1::2][:, ::-1]], axis=1)
+    return np.concatenate([by_cost[:, 1::2], by_cost[:, 0::2][:, ::-1]], axis=1)

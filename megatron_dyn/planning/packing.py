@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dyn.planning.dense import dense
 
-MANY_PIECES = 1 << 15
+MANY_PIECES = 1 << 17
 """Above this, no way of packing is tried that is likely to fail, or slow."""
 LEVEL_SLACK = 200
 """One token in so many must be free for filling very many pieces evenly."""

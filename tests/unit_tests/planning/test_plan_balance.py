@@ -155,7 +155,8 @@ def test_cheap_microbatches_run_first_and_last():
         peak = int(np.argmax(row))
         assert (np.diff(row[: peak + 1]) >= 0).all() and (np.diff(row[peak:]) <= 0).all() and 0 < peak < len(row) - 1
     order = order_within_ranks(np.array([5, 1, 4, 2, 3, 6]), np.array([0, 0, 1, 1, 0, 1]), 2)
-    assert order.tolist() == [[1, 0, 4], [3, 5, 2]]
+    assert order.tolist() == [[4, 0, 1], [2, 5, 3]]
+    assert order_within_ranks(np.array([1, 2, 3, 4]), np.zeros(4, dtype=int), 1).tolist() == [[1, 3, 2, 0]]
 
 
 def test_packing_parts():

@@ -260,3 +260,12 @@ def test_full_bins_are_evened_by_sets_of_equal_weight(monkeypatch):
     monkeypatch.setattr(Bins, "best_exchange_of_sets", lambda *args: None)
     lower_costliest_bin(uneven)
     assert uneven.bin_cost.max() > 1.2 * uneven.bin_cost.min()
+
+
+def test_ranks_are_even_in_a_step_of_512_ranks():
+    lengths = np.clip(np.random.default_rng(7).lognormal(6.0, 1.2, 48 * 512), 1, None).astype(np.int64)
+    config = PlanConfig(max_tokens_per_microbatch=32768, global_batch_size=len(lengths), data_parallel_size=512)
+    cost = config.cost.of(lengths)
+    microbatch_of, each = divide(lengths, config)
+    ranks = np.bincount(microbatch_of // each, cost, minlength=512)
+    assert ranks.max() <= 1.005 * max(cost.max(), ranks.mean())
