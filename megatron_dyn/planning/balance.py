@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Even out a packing: first the costliest microbatch, then the costliest rank, then the order within a rank.
 
-Shapes: p pieces, M bins, R ranks, K = M / R bins a rank. All numbers are exact int64; every choice takes the best exchange
-(bins.py, or of two whole bins), the first one among equals, so the result is the same on every platform. Work is bounded by counting table cells, never by a clock.
+Shapes: p pieces, M bins, R ranks, K = M / R bins a rank. All numbers are exact int64; every choice takes the best exchange (bins.py,
+or of two whole bins), the first one among equals, so the result is the same on every platform. Work is bounded by counting table
+cells, never by a clock.
 """
 
 import numpy as np

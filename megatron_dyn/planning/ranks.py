@@ -82,7 +82,9 @@ def longest_first_by_rank(weight: np.ndarray, cost: np.ndarray, num_ranks: int, 
     return np.asarray(bin_of, dtype=np.int64)
 
 
-def _find_room(w: int, ranks: list[int], bins: list[list[int]], room: list[int], num_ranks: int, per_rank: int) -> tuple[list[int], list[int]]:
+def _find_room(
+    w: int, ranks: list[int], bins: list[list[int]], room: list[int], num_ranks: int, per_rank: int
+) -> tuple[list[int], list[int]]:
     """Take ranks off their heap, and bins off that of the rank, until the cheapest of each has room for w; return what was taken off."""
     full_ranks = []
     while ranks:
