@@ -61,12 +61,14 @@ def test_blocks_grow_with_the_corpus_and_still_find(monkeypatch):
     assert documents_of(np.arange(len(expected)), lengths, found).tolist() == expected.tolist()
 
 
-def test_the_fingerprint_of_lengths_sees_every_change():
+def test_the_fingerprint_of_lengths_sees_every_change(monkeypatch):
     def of(lengths):
         return survey(np.array(lengths), budget=10, fingerprint=True).fingerprint
 
     prints = [of(lengths) for lengths in ([1, 2, 3], [1, 3, 2], [1, 2], [1, 2, 3, 0], [1, 2, 259], [1, 2, 65539], [1, 2, 2**40])]
     assert len(set(prints)) == len(prints) and of([1, 2, 3]) == prints[0]
+    monkeypatch.setattr(survey_module, "CHUNK", 512)
+    assert of([1] * 512 + [257] * 512) != of([257] * 512 + [1] * 512), "the same bytes, were it not for their widths"
 
 
 def test_negative_lengths_are_found_behind_the_first_chunk(monkeypatch):
@@ -260,11 +262,20 @@ def test_lengths_do_not_drift_within_a_window(monkeypatch):
     assert drift(Planner(HEAVY_TAILED, WINDOWED), 50) > 0.9
 
 
-def test_each_window_has_an_order_of_its_own():
-    """Documents of five lengths in windows of five steps: a step is known by its length."""
-    planner = Planner(np.repeat(np.arange(1, 6), 400), dataclasses.replace(WINDOWED, global_batch_size=1, length_window=50))
-    pattern = [tuple(planner.lengths[planner.documents(begin + step)][0] for step in range(50)) for begin in range(0, 4000, 50)]
-    assert len(set(pattern)) > 75, "the same in every window or epoch"
+@pytest.mark.parametrize("batch", [dict(global_batch_size=2), dict(global_batch_size=None, global_batch_tokens=4000)])
+def test_each_window_of_each_epoch_has_an_order_of_its_own(batch):
+    """Lengths are all different, so the order of a window's steps is known by them: one of 120, fewer with tokens."""
+    planner = Planner(np.arange(1000, 3000), dataclasses.replace(WINDOWED, length_window=10, max_tokens_per_microbatch=10**4, **batch))
+    epochs = []
+    for epoch in (0, 1):
+        first = planner.first_step_of(epoch)
+        positions = [planner.position_of(step) for step in range(first, first + planner.steps_per_epoch(epoch))]
+        windows = {}
+        for step, position in enumerate(positions, start=first):
+            windows.setdefault(position.window, []).append(planner.lengths[planner.documents(step)].mean())
+        epochs.append([tuple(np.argsort(means)) for means in windows.values() if len(means) > 1])
+    assert all(len(set(orders)) > 0.4 * min(len(orders), 10) for orders in epochs), "the same in every window"
+    assert np.mean([one == two for one, two in zip(*epochs)]) < 0.6, "the same in every epoch"
 
 
 def test_token_windows_leave_nothing_over_and_make_even_steps():
