@@ -119,7 +119,8 @@ def main() -> None:
         path = Path(folder) / "lengths"
         lengths = write_lengths(path, arguments.documents, arguments.dtype, arguments.empty, arguments.median, arguments.sigma)
         mean = int(lengths[: 1 << 20].mean())
-        print(f"{len(lengths):,} documents, {lengths.nbytes / 2**20:,.0f} MiB of {lengths.dtype}, {arguments.empty:.2%} empty, mean {mean} tokens")
+        size = f"{lengths.nbytes / 2**20:,.0f} MiB of {lengths.dtype}"
+        print(f"{len(lengths):,} documents, {size}, {arguments.empty:.2%} empty, mean {mean} tokens")
         print("| order, step | call | wall | processor | wall at 10^9 |\n|---|---|---|---|---|")
         common = dict(max_tokens_per_microbatch=8192, data_parallel_size=8, alignment=2)
         for order in ("shuffle", "sequential", "length-window"):

@@ -71,7 +71,8 @@ class PlanConfig:
     """Measure by which microbatches and ranks are balanced."""
 
     def __post_init__(self):
-        for name in ("max_tokens_per_microbatch", "data_parallel_size", "alignment", "document_alignment", "microbatch_multiple", "length_window"):
+        counts = ("data_parallel_size", "microbatch_multiple", "length_window")
+        for name in ("max_tokens_per_microbatch", "alignment", "document_alignment", *counts):
             self._require_integer(name, 1)
         for name in ("global_batch_size", "global_batch_tokens", "max_documents_per_microbatch"):
             if getattr(self, name) is not None:

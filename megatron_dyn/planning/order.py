@@ -26,7 +26,7 @@ ROUNDS = 10
 """As many as FF1 of NIST SP 800-38G has."""
 SMALL = 1 << 16
 SMALL_ROUNDS = 24
-"""Below SMALL documents the round functions have few values: with 10 rounds some permutations of 6 documents are twice as likely as others."""
+"""Below SMALL documents the round functions have few values, and 10 rounds make some permutations of 6 documents much likelier than others."""
 CHUNK = 1 << 16
 """Places put through the network together: its arrays then stay in the processor's cache."""
 

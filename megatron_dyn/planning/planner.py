@@ -136,19 +136,22 @@ class Planner:
         """
         epoch, first_step, documents, window = position
         with self._lock:
-            start = epoch * self.steps_per_epoch() if self.config.global_batch_size is not None else self._epoch_starts.get(epoch, first_step)
+            by_size = self.config.global_batch_size is not None
+            start = epoch * self.steps_per_epoch() if by_size else self._epoch_starts.get(epoch, first_step)
             if first_step != start:
                 raise self._damaged(f"epoch {epoch} starts at step {start}, not {first_step}")
-            known = self._known(step) if self.config.global_batch_size is None else self.position_of(step)
+            known = self.position_of(step) if by_size else self._known(step)
             if known is not None and known != position:
                 raise self._damaged(f"step {step} begins at {tuple(known)}, not {tuple(position)}")
             number = step - first_step
             possible = 0 <= number <= documents < self.num_documents and (number == 0) == (documents == 0)
             if not possible or not 0 <= window <= documents or not (self._windows.sorts or window == documents):
-                raise self._damaged(f"step {step}, the {number}th of its epoch, cannot begin after {documents} of {self.num_documents} documents")
+                raise self._damaged(
+                    f"step {step}, {number} after the first of its epoch, cannot begin after {documents} of {self.num_documents} documents"
+                )
             if self._windows.sorts and self._window(epoch, window).step_at(documents) is None:
                 raise self._damaged(f"no step begins after {documents} documents in the window that begins after {window}")
-            if self.config.global_batch_size is None:
+            if not by_size:
                 self._epoch_starts[epoch] = first_step
                 self._mark(step, position)
 
@@ -233,7 +236,9 @@ class Planner:
         end = window.bounds(count - 1)[1]
         inside = count < len(window.ends)
         # With drop_last the rest may be too little for a step: then it is the next epoch that follows.
-        ended = end == self.num_documents or (not inside and self.config.drop_last and not len(self._window(position.epoch, end, at_least).ends))
+        ended = end == self.num_documents
+        if not ended and not inside and self.config.drop_last:
+            ended = not len(self._window(position.epoch, end, at_least).ends)
         if ended:
             following = StepPosition(position.epoch + 1, passed, 0, 0)
         else:

@@ -49,7 +49,7 @@ class TokenBudgetBatchSampler:
         self.totals = dict.fromkeys(TOTALS, 0)
         """Sums of the step statistics over all steps handed out (kept when restored)."""
         self.overrides: list[dict] = []
-        """Changes of the data order that were overridden: `{"step": first step in the new order, "changed": [texts]}` (kept when restored)."""
+        """Overridden changes of the data order, `{"step": first step in the new order, "changed": [texts]}` (kept when restored)."""
 
     def __iter__(self) -> "TokenBudgetBatchSampler":
         return self
@@ -158,7 +158,8 @@ def differences(state: dict, own: dict) -> list[str]:
     corpus = ("fingerprint", "corpus_documents", "corpus_tokens")
     if any(name in state and state[name] != own[name] for name in corpus):
         now, before = (
-            f"{of.get('corpus_documents', 'unknown')} documents, {of.get('corpus_tokens', 'unknown')} tokens, fingerprint {of.get('fingerprint')}"
+            f"{of.get('corpus_documents', 'unknown')} documents, {of.get('corpus_tokens', 'unknown')} tokens, "
+            f"fingerprint {of.get('fingerprint')}"
             for of in (own, state)
         )
         texts.append(f"--data-path or --split: {now} (saved {before})")

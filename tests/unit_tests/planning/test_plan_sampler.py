@@ -237,7 +237,12 @@ def test_restoring_far_ahead_reads_its_own_step_only(config, monkeypatch):
     epoch_first_step = 10**6 if config.global_batch_tokens else 10**6 // 10_000 * 10_000  # a million steps are behind
     state |= {"epoch": epoch_first_step // 10_000, "epoch_first_step": epoch_first_step, "step": epoch_first_step + number}
     read, real = [], Windows._documents
-    monkeypatch.setattr(Windows, "_documents", lambda self, epoch, begin, end: read.append((epoch, end - begin)) or real(self, epoch, begin, end))
+
+    def recorded(self, epoch, begin, end):
+        read.append((epoch, end - begin))
+        return real(self, epoch, begin, end)
+
+    monkeypatch.setattr(Windows, "_documents", recorded)
     resumed = make(config, lengths)
     resumed.load_state_dict(state)
     plan = next(resumed)

@@ -95,7 +95,9 @@ def steps_by_hand(lengths: np.ndarray, documents: list[int], config: PlanConfig)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch", [dict(global_batch_size=s) for s in (1, 7, 1000)] + [dict(global_batch_tokens=t) for t in (1, 50, 800, 10**5)])
+@pytest.mark.parametrize(
+    "batch", [dict(global_batch_size=s) for s in (1, 7, 1000)] + [dict(global_batch_tokens=t) for t in (1, 50, 800, 10**5)]
+)
 def test_steps_are_those_of_the_definition(batch, drop_last):
     lengths = np.random.default_rng(0).integers(0, 20, size=100)
     everything = np.flatnonzero(lengths).tolist()
@@ -140,7 +142,8 @@ def check_epochs(lengths: np.ndarray, config: PlanConfig) -> int:
         documents = np.concatenate([plan.documents for plan in mine]).tolist()
         assert len(set(documents)) == len(documents), "a document comes twice"
         left_out = mine[-1].stats.drop_last_documents
-        assert set(documents) <= set(np.flatnonzero(lengths)) and len(documents) + left_out == np.count_nonzero(lengths), "documents are lost"
+        assert set(documents) <= set(np.flatnonzero(lengths))
+        assert len(documents) + left_out == np.count_nonzero(lengths), "documents are lost"
         pieces = {piece.document for plan in mine for rank in plan.microbatches for mb in rank for piece in mb.pieces}
         assert pieces == set(documents)
         assert config.drop_last or left_out == 0
@@ -154,11 +157,13 @@ def check_epochs(lengths: np.ndarray, config: PlanConfig) -> int:
 
 def undivided(*, step, epoch, documents, pieces, drop_last_documents, **_):
     """Stands for `assemble`: all pieces in one microbatch."""
-    microbatch = SimpleNamespace(pieces=[Piece(*row) for row in zip(pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist())])
+    rows = zip(pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist())
+    microbatch = SimpleNamespace(pieces=[Piece(*row) for row in rows])
     stats = SimpleNamespace(split_documents=0, tokens=int(pieces.length.sum()), drop_last_documents=drop_last_documents)
     return SimpleNamespace(
-        epoch=epoch, documents=documents, microbatches=[[microbatch]], stats=stats, digest=(step, epoch, documents.tolist(), drop_last_documents)
-    )
+        epoch=epoch, documents=documents, microbatches=[[microbatch]], stats=stats,
+        digest=(step, epoch, documents.tolist(), drop_last_documents),
+    )  # fmt: skip
 
 
 def test_1000_random_lists(monkeypatch):
