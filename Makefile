@@ -62,7 +62,7 @@ test-slow: install ## the tests that take long
 test-native: install ## compile the extension against the headers of the tested Transformer Engines (downloads wheels once, half a gigabyte)
 	@$(RUN) -m pytest tests -m native $(PYTEST_ARGS)
 
-demo: install ## train a small GPT on this machine's Python standard library, two ranks, three minutes; results in $(RUN_DIR)
+demo: install ## train a small GPT on this machine's Python standard library, two ranks, about two minutes; results in $(RUN_DIR)
 	@$(RUN) examples/demo/run_demo.py --run-dir $(RUN_DIR)
 
 clean: ## remove .venv, builds and caches (runs/ stays)

@@ -166,8 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measurements of each microbatch, of which the median counts (default: 7)")
     own, flags = parser.parse_known_args(argv)
     require(own.rounds >= 1, f"--rounds is {own.rounds}: it must be at least 1")
-    if "--data-path" not in flags and "--config" not in flags:
-        flags += ["--data-path", "(not read)"]
+    if "--config" not in flags:  # needed by a run, and without meaning here
+        unused = {"--data-path": "(not read)", "--lr": "1", "--train-iters": "1"}
+        if "--global-batch-tokens" not in flags:
+            unused["--global-batch-size"] = "1"
+        flags += [word for flag, value in unused.items() if flag not in flags for word in (flag, value)]
     run = parse_arguments(flags, world_size=world_size_from_environment())
     lengths = mixes(run.data.max_tokens_per_microbatch)
     require(len(lengths) >= 5, f"--max-tokens-per-microbatch {run.data.max_tokens_per_microbatch} leaves too few mixes to measure: give at least 256")
@@ -207,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             fit={"microbatches": len(lengths), "rounds": own.rounds, "worst_relative_error": round(found.worst_error, 4)},
             date=date.today().isoformat(),
         )
+        if found.worst_error > 0.15:
+            print("The fit is poor: another program may have run beside it. Measure again on an idle machine, or with more --rounds.")
         print(f"wrote {own.output}: train with --cost-file {own.output}")
     dist.barrier()
     userbuffers.destroy_ub()

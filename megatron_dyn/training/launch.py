@@ -92,6 +92,8 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         device.share_a_card_over_gloo()
     agreement = Agreement(initialize(run.parallel, backend=inputs.process_group_backend, seed=run.training.seed))
     facts = {f"{section}.{name}": value for section, values in run.as_dict().items() for name, value in values.items()}
+    # What the file of the table says counts, not where it lies.
+    facts |= {"overlap.tp_comm_overlap_cfg": run.overlap.table}
     facts |= {"documents": inputs.splits.train.fingerprint, "megatron_dyn": megatron_dyn.__version__, "torch": torch.__version__}
     locks, failure = None, None
     try:

@@ -120,7 +120,7 @@ def check_overlap(run: "RunConfig") -> None:
     tp = parallel.tensor_model_parallel_size
     require(
         parallel.sequence_parallel and tp > 1,
-        f"--tp-comm-overlap with TP {tp}{'' if parallel.sequence_parallel else ' and without --sequence-parallel'}: the exchanges it overlaps "
+        f"--tp-comm-overlap with TP {tp}{'' if parallel.sequence_parallel or tp == 1 else ' and without --sequence-parallel'}: the exchanges it overlaps "
         "are those of sequence parallelism over at least two tensor-parallel ranks; give both, or leave it out",
     )
     try:

@@ -70,6 +70,8 @@ def communicator_specs(table: Mapping[str, Mapping] | None, tp_size: int, *, hid
     Raises:
         OverlapConfigError: an unknown name, method or option, or a combination that cannot work; the message says which.
     """
+    if table is not None and not (isinstance(table, Mapping) and all(isinstance(options, Mapping) for options in table.values())):
+        raise OverlapConfigError(f"the table of communicators is {table!r}: give a table of tables, such as {{'qkv_fprop': {{'method': 'ring_exchange'}}}}.")
     table = dict(table or {})
     methods, reduce_scatters = dict(DEFAULT_METHODS), set(REDUCE_SCATTERS)
     for name, options in table.items():
@@ -125,7 +127,7 @@ def _spec(name: str, method: str, is_reduce_scatter: bool, options: dict, tp_siz
         raise OverlapConfigError(f"{name} cannot use method {method!r}: {'only' if default == 'external' else 'never'} 'external' fits here.")
     if method == "bulk" and default != "bulk":
         raise OverlapConfigError(
-            f"{name} cannot use method 'bulk': its exchange belongs to its own GEMM. Use {default!r} or 'ring_exchange'."
+            f"{name} cannot use method 'bulk': its exchange belongs to its own GEMM. Use {' or '.join(repr(m) for m in {default: 0, 'ring_exchange': 0})}."
         )
     if name.endswith("_wgrad") and default == "bulk" and method != "bulk":
         raise OverlapConfigError(f"{name} cannot use method {method!r}: the exchange beside a weight gradient is 'bulk'.")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dyn.userbuffers.communicator import Communicator
+from megatron_dyn.userbuffers.configuration import OverlapConfigError, communicator_specs
 from megatron_dyn.userbuffers.manager import LAYOUT_FENCES, LayoutFence, UserBuffers
 from megatron_dyn.userbuffers.quantization import quantization_modes as known_modes
 from megatron_dyn.userbuffers.shape import FP8_LOCAL_ROWS, check_active_shape
@@ -70,13 +71,28 @@ def initialize_ub(
             raise ValueError(f"{what} is {count!r}: it must be a whole number of at least 1.")
     local_rows = fp8_local_rows if any(mode.value == "fp8" for mode in modes) else 1
     shape = _checked_capacity(shape, tp_size, local_rows)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype!r}: buffers hold activations and gradients; give a floating-point torch.dtype, such as torch.bfloat16.")
+    if ub_cfgs is not None and not isinstance(ub_cfgs, (Mapping, list, tuple)):
+        raise OverlapConfigError(f"ub_cfgs is {ub_cfgs!r}: give a table of communicators, or one table for each quantization mode.")
     tables = [ub_cfgs] * len(modes) if ub_cfgs is None or isinstance(ub_cfgs, Mapping) else list(ub_cfgs)
+    for table in tables:
+        communicator_specs(table, tp_size, hidden=shape[1])
     if len(tables) != len(modes):
         raise ValueError(f"{len(tables)} tables in ub_cfgs for {len(modes)} quantization modes: give one for each, or one for all.")
     from megatron_dyn.userbuffers.choice import choose_backend
 
     chosen, reason = choose_backend(backend)
-    arguments = dict(tp_size=tp_size, modes=modes, dtype=dtype, tables=tables, local_rows=fp8_local_rows, tp_group=_group(tp_group, tp_size))
+    group = _group(tp_group, tp_size)
+    _agree(
+        group,
+        {
+            "shape": list(shape), "tp_size": tp_size, "dtype": str(dtype), "quantization_modes": [mode.value for mode in modes],
+            "ub_cfgs": [{name: dict(options) for name, options in (table or {}).items()} for table in tables], "backend": chosen,
+            "layout_fence": layout_fence, "fp8_local_rows": fp8_local_rows, "with_cublasmp": with_cublasmp,
+        },
+    )  # fmt: skip
+    arguments = dict(tp_size=tp_size, modes=modes, dtype=dtype, tables=tables, local_rows=fp8_local_rows, tp_group=group)
     if chosen == "te":
         from megatron_dyn.userbuffers.te_backend import TransformerEngineBackend
 
@@ -179,3 +195,17 @@ def _group(tp_group: dist.ProcessGroup | None, tp_size: int) -> dist.ProcessGrou
             "that take no part. Pass the size of the group, or the group itself as tp_group."
         )
     return tp_group
+
+
+def _agree(group: dist.ProcessGroup, arguments: dict) -> None:
+    """Before a buffer exists: all ranks of the group want the same ones. Afterwards they would hang, or exchange rows of another place."""
+    told: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, arguments, group=group)
+    different = [name for name in arguments if any(other[name] != told[0][name] for other in told)]
+    if different:
+        ranks = dist.get_process_group_ranks(group)
+        values = "; ".join(f"{name}: " + ", ".join(f"rank {rank} {other[name]!r}" for rank, other in zip(ranks, told)) for name in different)
+        raise ValueError(
+            f"the tensor-parallel ranks ask for different UserBuffers ({values}): exchanges would hang, or mix rows of different places. "
+            "Pass the same arguments on every rank."
+        )

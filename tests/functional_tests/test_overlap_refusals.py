@@ -185,3 +185,20 @@ def test_mutants_are_caught(monkeypatch, mutant):
     mutant(monkeypatch)
     with pytest.raises(RanksFailed, match=MUTANTS[mutant]):
         launch(2, go_through, "defaults", 11, timeout=30)
+
+
+def different_arguments(rank, world):
+    found = []
+    for odd in (dict(shape=[16 + 8 * rank, HIDDEN]), dict(dtype=(torch.float32, torch.bfloat16)[rank]), dict(ub_cfgs=({}, {"proj_fprop": RING})[rank])):
+        arguments = dict(shape=[16, HIDDEN], tp_size=world, dtype=torch.float32, backend="reference") | odd
+        with pytest.raises(ValueError) as refused:
+            userbuffers.initialize_ub(**arguments)
+        found.append((str(refused.value), userbuffers.is_ub_initialized()))
+    return found
+
+
+def test_ranks_that_ask_for_different_buffers_are_refused_on_all_of_them_by_name():
+    for messages in launch(2, different_arguments):
+        assert [left for _, left in messages] == [False] * 3
+        for (message, _), says in zip(messages, ("shape: rank 0 [16, 8], rank 1 [24, 8]", "dtype: rank 0 'torch.float32', rank 1", "ub_cfgs: rank 0 [{}]")):
+            assert says in message and "on every rank" in message

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training runs with communication overlap: the same losses as without, buffers sized by the token budget, resume, evaluation."""
 
+import os
+
 import pytest
 from training_run import flags, heavy_tailed_lengths, losses, train, write_corpus
 
+from megatron_dyn.training import overlap
 from megatron_dyn.training.metrics_file import read_metrics
 
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -53,3 +56,17 @@ def test_a_run_padded_to_the_capacity_and_resumed_without_padding_goes_on_as_if_
     shapes = {record["iteration"]: set(record["T"]) for record in read_metrics(tmp_path / "run").steps}
     assert set.union(*(shapes[step] for step in range(1, 6))) == {96}
     assert len(set.union(*(shapes[step] for step in range(6, 13)))) > 3
+
+
+def test_tables_that_differ_between_ranks_are_refused_before_anything_is_exchanged(corpus, tmp_path):
+    """The same path on both ranks, as on nodes without a common file system; what the file says is compared."""
+    table = tmp_path / "overlap.yaml"
+    table.write_text("proj_fprop: {num_splits: 2}\n")
+    argv = flags(corpus, run_dir=tmp_path / "run", **TP2, tp_comm_overlap=True, tp_comm_overlap_cfg=table)
+    original = overlap.userbuffers.read_overlap_config
+    try:
+        overlap.userbuffers.read_overlap_config = lambda path: {"proj_fprop": {"num_splits": 2 + 2 * int(os.environ["RANK"])}}
+        ranks = train(2, argv, tmp_path, status=1)
+    finally:
+        overlap.userbuffers.read_overlap_config = original
+    assert all("overlap.tp_comm_overlap_cfg" in ranks.output(rank) for rank in (0, 1))

@@ -124,6 +124,10 @@ def test_without_torch_distributed_it_says_what_is_missing(monkeypatch):
         (dict(backend="nccl"), "backend 'nccl' is not known: use one of auto, te, reference"),
         (dict(ub_cfgs=[{}, {}]), "2 tables in ub_cfgs for 1 quantization modes"),
         (dict(ub_cfgs=[]), "0 tables in ub_cfgs"),
+        (dict(ub_cfgs=5), "ub_cfgs is 5: give a table"),
+        (dict(ub_cfgs={"qkv_fprop": None}), "table of tables"),
+        (dict(dtype=None), "dtype is None: .* floating-point"),
+        (dict(dtype=torch.int32), "floating-point"),
         (dict(ub_cfgs={"qkv_fprob": {}}), "did you mean 'qkv_fprop'"),
     ],
 )
