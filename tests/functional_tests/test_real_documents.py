@@ -17,6 +17,7 @@ BUDGET, STEPS, SEED = 8192, 30, 52  # with this seed the book comes in step 21
 BOOK = 68_651
 
 
+@pytest.mark.slow
 def test_thirty_steps_train_with_the_book_in_them(shared, tmp_path):
     tokenizer = shared / "data" / "tokenizers" / "mistral_v1_32k.model"
     prefix = tmp_path / "mix"

@@ -50,7 +50,14 @@ def hold_after(monkeypatch, iteration: int, secs: float) -> None:
     monkeypatch.setattr(Trainer, "_iterate", held)
 
 
-@pytest.mark.parametrize("changes", [{}, {"prefetch_steps": 0}, {"prefetch_steps": 5}], ids=["same", "no prefetch", "deeper prefetch"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="same"),
+        pytest.param({"prefetch_steps": 0}, id="no prefetch"),
+        pytest.param({"prefetch_steps": 5}, id="deeper prefetch", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_at_a_random_step_the_losses_go_on_bit_for_bit(corpus, unbroken, tmp_path, monkeypatch, changes):
     victim = int(np.random.default_rng().integers(4, STEPS))
     print(f"killed after iteration {victim}")
@@ -68,6 +75,7 @@ def test_killed_at_a_random_step_the_losses_go_on_bit_for_bit(corpus, unbroken, 
     assert losses(tmp_path) == unbroken, "equal bits"
 
 
+@pytest.mark.slow
 def test_a_resume_that_forgets_its_generators_is_noticed(corpus, unbroken, tmp_path, monkeypatch):
     """Mutant: the same run, but the generators are seeded anew after loading."""
     from megatron_dyn.training import checkpoint
@@ -166,6 +174,7 @@ def test_an_overridden_mismatch_goes_on_and_is_told(corpus, tmp_path):
     check_override_is_told(corpus, tmp_path)
 
 
+@pytest.mark.slow
 def test_mutant_a_silent_override_is_noticed(corpus, tmp_path, monkeypatch):
     load = TokenBudgetBatchSampler.load_state_dict
 

@@ -41,7 +41,10 @@ def small_buckets(monkeypatch) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG_RUN_ONLY = ("PP2 VPP2 tied", "PP2 tied bf16")  # the others have each of their parts
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG_RUN_ONLY)) for name in CASES])
 def test_a_run_with_several_padded_buckets_goes_on_with_equal_bits(corpus, tmp_path, monkeypatch, name):
     world, settings = CASES[name]
     small_buckets(monkeypatch)
