@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a run: the curves over its steps, and how one step's documents were packed.
-
-Figures are made with matplotlib's object interface on the Agg canvas: no window system, no global state, any thread.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PatchCollection
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
+from megatron_dyn.figures import (
+    BLUE,
+    GREEN,
+    GREY,
+    LENGTH_COLOURS,
+    ORANGE,
+    RED,
+    UNUSED,
+    as_png,
+    legend_above,
+    new_figure,
+    thousands,
+    tidy,
+    write_whole,
+)
 from megatron_dyn.training.metrics import Metrics, StepRecord
 
 if TYPE_CHECKING:
@@ -29,41 +40,11 @@ MOST_BARS = 40
 MOST_POINTS = 20_000
 """Points drawn in the scatter of T."""
 
-BLUE, ORANGE, GREEN, RED, GREY = "#2563a8", "#e07b39", "#3a8f5c", "#c0392b", "#8a8f98"
-LENGTH_COLOURS = LinearSegmentedColormap.from_list("length", ["#cfe8f3", "#7fc1d8", "#3d8fb8", "#23588f", "#1b2a5c"])
-UNUSED = "#eff1f4"
 PADDING = {"facecolor": "#fbd3b4", "edgecolor": ORANGE, "hatch": "//////"}
 
 
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _tidy(axes: Any) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.grid(True, color="#e6e8eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors="#40454d", labelsize=9)
-
-
-def _legend_above(axes: Any) -> None:
-    """A legend in the line of the panel's title, where it hides no data."""
-    axes.legend(
-        frameon=False, fontsize=9, ncols=4, loc="lower right", bbox_to_anchor=(1.01, 0.98), borderaxespad=0.2, columnspacing=1.4, markerscale=1.2
-    )
-
-
-def _thousands(value: float, _: int | None = None) -> str:
-    return f"{value:,.0f}"
-
-
 def _save(figure: Figure, path: Path) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    write_whole(path, as_png(figure))
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -84,7 +65,7 @@ def plot_run(metrics: Metrics, path: Path, *, title: str) -> None:
     steps = metrics.steps
     if not steps:
         raise ValueError(f"{path}: there is no step to draw")
-    figure = _figure(9.5, 9.0)
+    figure = new_figure(9.5, 9.0)
     figure.get_layout_engine().set(hspace=0.04)
     tokens, documents = (sum(step[key] for step in steps) for key in ("num-tokens", "documents"))
     figure.suptitle(f"{title}: {len(steps):,} steps, {documents:,} documents, {tokens:,} real tokens", fontsize=13, fontweight="bold")
@@ -103,7 +84,7 @@ def _column(steps: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
 
 
 def _draw_loss(axes: Any, metrics: Metrics) -> None:
-    _tidy(axes)
+    tidy(axes)
     iterations, losses = _column(metrics.steps, "iteration"), _column(metrics.steps, "lm loss")
     window = max(1, len(iterations) // 60)
     few = len(iterations) <= 80
@@ -122,11 +103,11 @@ def _draw_loss(axes: Any, metrics: Metrics) -> None:
         axes.axvline(iteration, color=RED, linewidth=1, alpha=0.5, label=f"skipped steps ({len(skipped)})" if position == 0 else None)
     axes.set_ylabel("lm loss (nats / token)")
     axes.set_title("Loss", loc="left", fontsize=11)
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def _draw_lengths(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
-    _tidy(axes)
+    tidy(axes)
     counts = np.array([len(step["T"]) for step in steps])
     iterations = np.repeat(_column(steps, "iteration"), counts)
     lengths = np.concatenate([np.asarray(step["T"], dtype=float) for step in steps])
@@ -136,14 +117,14 @@ def _draw_lengths(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
     axes.scatter(iterations[::stride], lengths[::stride], s=size, color=GREEN, alpha=0.6, linewidths=0, zorder=3, label=label)
     axes.plot(_column(steps, "iteration"), _column(steps, "capacity"), color=RED, linewidth=1.3, label=f"capacity {steps[-1]['capacity']:,}")
     axes.set_ylim(0, float(max(_column(steps, "capacity").max(), lengths.max())) * 1.08)
-    axes.yaxis.set_major_formatter(FuncFormatter(_thousands))
+    axes.yaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set_ylabel("T (tokens)")
     axes.set_title(f"T, the packed length of a microbatch ({len(np.unique(lengths)):,} different)", loc="left", fontsize=11)
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def _draw_fill(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
-    _tidy(axes)
+    tidy(axes)
     iterations = _column(steps, "iteration")
     axes.plot(iterations, _column(steps, "slot-fill"), color=GREY, linewidth=1.3, label="slot fill: real tokens / sum of T")
     axes.plot(iterations, _column(steps, "fill"), color=GREEN, linewidth=1.5, label="fill: real tokens / (microbatches x B)")
@@ -151,7 +132,7 @@ def _draw_fill(axes: Any, steps: Sequence[Mapping[str, Any]]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("share of tokens")
     axes.set_title("Fill", loc="left", fontsize=11)
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def describe_packing(plan: "StepPlan", record: StepRecord) -> dict[str, Any]:
@@ -197,13 +178,13 @@ def plot_packing(packing: Mapping[str, Any], path: Path) -> None:
     bars = [bar for rank in ranks for bar in rank]
     lengths = [length for bar in bars for _, length in bar["pieces"]] or [1]
     norm = LogNorm(vmin=min(lengths), vmax=max(max(lengths), min(lengths) + 1))
-    figure = _figure(10.5, min(14.0, 2.4 + 0.28 * len(bars) + 0.2 * len(ranks)))
+    figure = new_figure(10.5, min(14.0, 2.4 + 0.28 * len(bars) + 0.2 * len(ranks)))
     axes = figure.subplots()
     _draw_bars(axes, packing, norm)
     axes.axvline(capacity, color=RED, linewidth=1.4)
     axes.set_xlim(0, capacity * 1.001)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set_xlabel("tokens")
     axes.set_ylabel("microbatch")
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -229,7 +210,7 @@ def plot_packing(packing: Mapping[str, Any], path: Path) -> None:
     colour_bar.set_label("length of a piece (tokens)", fontsize=9)
     colour_bar.set_ticks(sorted({round(length) for length in np.geomspace(norm.vmin, norm.vmax, 5)}))
     colour_bar.minorticks_off()
-    colour_bar.ax.yaxis.set_major_formatter(FuncFormatter(_thousands))
+    colour_bar.ax.yaxis.set_major_formatter(FuncFormatter(thousands))
     colour_bar.ax.tick_params(labelsize=9)
     colour_bar.outline.set_visible(False)
     _save(figure, path)
