@@ -134,7 +134,7 @@ def set_ub_active_shape(shape: Sequence[int]) -> None:
     """Use the first [T, hidden] of every buffer from now on. See `UserBuffers.set_active_shape`."""
     manager = _manager or current()
     manager._unseen_uses = True
-    if hasattr(shape, "tolist"):  # a NumPy array or a tensor would be compared element by element
+    if type(shape) is not list and hasattr(shape, "tolist"):  # a NumPy array or a tensor would be compared element by element
         shape = shape.tolist()
     if shape != manager._active:
         manager.set_active_shape(shape)
