@@ -24,6 +24,7 @@ from megatron_dyn.planning.packing import MANY_PIECES, Caps, fewest_bins, fill_e
 from megatron_dyn.planning.ranks import ranks_first
 from megatron_dyn.planning.pieces import Piece, StepPieces
 from megatron_dyn.planning.plan import MicrobatchPlan, StepPlan, StepStats
+from megatron_dyn.planning.squares import pack_under_squares, squares_of_fullest_bin
 
 COST_UNITS = 2**36
 """Integer units in the cost of a piece of B tokens: exact sums for up to 2**26 pieces a step."""
@@ -41,7 +42,9 @@ def divide(length: np.ndarray, config: PlanConfig) -> tuple[np.ndarray, int]:
     if len(length) == 0:
         return np.zeros(0, dtype=np.int64), multiple
     caps = Caps(
-        weight=config.max_tokens_per_microbatch, pieces=config.max_documents_per_microbatch or len(length)
+        weight=config.max_tokens_per_microbatch,
+        pieces=config.max_documents_per_microbatch or len(length),
+        squares=config.max_sum_squares_per_microbatch,
     )
     order = np.argsort(-length, kind="stable")
     # A piece whose padding would pass B fills a microbatch alone: its own padded length is within the capacity.
@@ -54,7 +57,11 @@ def divide(length: np.ndarray, config: PlanConfig) -> tuple[np.ndarray, int]:
         bin_of = fill_empty_bins(bin_of, cost, num_bins)
     else:
         bin_of, num_bins = pack(weight, cost, caps=caps, multiple=ranks * multiple)
-    bins = Bins(weight=weight, cost=cost, bin_of=bin_of, num_bins=num_bins, caps=caps)
+    squares = length[order] ** 2
+    if squares_of_fullest_bin(bin_of, squares) > (caps.squares or math.inf):
+        bin_of, num_bins = pack_under_squares(weight, squares, caps=caps, multiple=ranks * multiple, at_least=num_bins)
+        by_rank = False
+    bins = Bins(weight=weight, cost=cost, squares=squares, bin_of=bin_of, num_bins=num_bins, caps=caps)
     lower_costliest_bin(bins)
     rank_of = np.arange(num_bins) // (num_bins // ranks) if by_rank else deal_to_ranks(bins.bin_cost, ranks)
     level_ranks(bins, rank_of, ranks)
@@ -130,7 +137,7 @@ class MicrobatchTable:
         last = first[1:][count > 0] - 1
         padded[last] += T[count > 0] - np.diff(ends_padded[first])[count > 0]  # padding for the alignment lies behind the last piece
         T[count == 0] = config.alignment
-        tokens, squares = np.diff(_ends(length)[first]), np.diff(_ends(length * length)[first])
+        tokens, attended = np.diff(_ends(length)[first]), np.diff(_ends(config.cost.attended(length))[first])
         longest = np.full(total, config.alignment, dtype=np.int64)
         if len(length):
             longest[count > 0] = np.maximum.reduceat(padded, first[:-1][count > 0])
@@ -144,7 +151,7 @@ class MicrobatchTable:
             tokens=tokens,
             loss_tokens=np.diff(_ends(length - pieces.ends_document[order])[first]),
             max_seqlen=longest,
-            cost=config.cost.of_sums(tokens, squares),
+            cost=config.cost.of_sums(tokens, attended),
         )
 
     def microbatches(self, alignment: int) -> list[MicrobatchPlan]:

@@ -32,6 +32,8 @@ class Bins:
     bin_of: np.ndarray  # [p + M]
     num_bins: int
     caps: Caps
+    squares: np.ndarray | None = None  # [p + M] squared lengths, where the caps have something to say of them
+    bin_squares: np.ndarray = field(init=False)  # [M]
     bin_weight: np.ndarray = field(init=False)  # [M]
     bin_cost: np.ndarray = field(init=False)  # [M]
     count: np.ndarray = field(init=False)  # [M] pieces
@@ -43,9 +45,11 @@ class Bins:
         self.weight = np.concatenate([self.weight, nothing])
         self.cost = np.concatenate([self.cost, nothing])
         self.bin_of = np.concatenate([self.bin_of, np.arange(self.num_bins)])
-        self.bin_weight, self.bin_cost = nothing.copy(), nothing.copy()
+        self.squares = np.zeros_like(self.weight) if self.squares is None else np.concatenate([self.squares, nothing])
+        self.bin_weight, self.bin_cost, self.bin_squares = nothing.copy(), nothing.copy(), nothing.copy()
         np.add.at(self.bin_weight, self.bin_of, self.weight)
         np.add.at(self.bin_cost, self.bin_of, self.cost)
+        np.add.at(self.bin_squares, self.bin_of, self.squares)
 
     def best_exchange(self, give: np.ndarray, take: np.ndarray, load_give, load_take, ceiling) -> "Exchange | None":
         """The exchange of a piece of `give` against an element of `take` after which the larger load is smallest.
@@ -65,6 +69,8 @@ class Bins:
         after = np.maximum(load_give - shift, load_take[into] + shift)
         # Of single pieces, what leaves `give` is no lighter than what comes, as it costs more: only `take` can overflow.
         allowed = self.weight[give][:, None] <= (self.caps.weight - self.bin_weight[into] + self.weight[take])[None, :]
+        if self.caps.squares is not None:
+            allowed &= self.squares[give][:, None] <= (self.caps.squares - self.bin_squares[into] + self.squares[take])[None, :]
         allowed &= (shift > 0) & (shift <= (ceiling - self.bin_cost[into])[None, :])
         nothing = take >= self.num_pieces
         full = nothing & (self.count[into] >= self.caps.pieces)
@@ -95,6 +101,10 @@ class Bins:
         shift = cost[:, None] - its_cost[at]
         allowed = inside & (shift > 0) & (shift <= (ceiling - self.bin_cost[into])[at])
         allowed &= its_weight[at] <= (weight + self.caps.weight - self.bin_weight[out_of])[:, None]
+        if self.caps.squares is not None:
+            change = self.squares[taken].sum(axis=1)[at] - self.squares[given].sum(axis=1)[:, None]
+            allowed &= self.bin_squares[out_of][:, None] + change <= self.caps.squares
+            allowed &= self.bin_squares[into][at] - change <= self.caps.squares
         grows = its_pieces[at] - pieces[:, None]
         grown, shrunk = self.count[out_of][:, None] + grows, self.count[into][at] - grows
         allowed &= (np.maximum(grown, shrunk) <= self.caps.pieces) & (np.minimum(grown, shrunk) >= 1)
@@ -126,11 +136,12 @@ class Bins:
         source, target = int(self.bin_of[found.given[0]]), int(self.bin_of[found.taken[0]])
         for elements, there, sign in ((found.given, target, 1), (found.taken, source, -1)):
             pieces = elements[elements < self.num_pieces]
-            weight, cost = sign * self.weight[pieces].sum(), sign * self.cost[pieces].sum()
+            weight, cost, squares = (sign * of[pieces].sum() for of in (self.weight, self.cost, self.squares))
             self.bin_of[pieces] = there
             for b, way in ((source, -1), (target, 1)):
                 self.bin_weight[b] += way * weight
                 self.bin_cost[b] += way * cost
+                self.bin_squares[b] += way * squares
                 self.count[b] += way * sign * len(pieces)
 
 

@@ -2,6 +2,7 @@
 """What a plan is made from, beside the lengths of the documents."""
 
 import dataclasses
+import math
 import operator
 from dataclasses import dataclass
 
@@ -56,6 +57,10 @@ class PlanConfig:
     max_documents_per_microbatch: int | None = None
     """Most pieces in a microbatch (many tiny documents make attention kernels and metadata slow)."""
 
+    max_sum_squares_per_microbatch: int | None = None
+    """Most of the sum of the squared lengths of a microbatch's pieces (tokens squared): bounds the time, and where scores are kept the
+    memory, of attention. A document longer than its root is oversize, as one above B is."""
+
     microbatch_multiple: int = 1
     """Microbatches per rank are a multiple of this (what the pipeline schedule needs)."""
 
@@ -74,12 +79,17 @@ class PlanConfig:
         counts = ("data_parallel_size", "microbatch_multiple", "length_window")
         for name in ("max_tokens_per_microbatch", "alignment", "document_alignment", *counts):
             self._require_integer(name, 1)
-        for name in ("global_batch_size", "global_batch_tokens", "max_documents_per_microbatch"):
+        for name in ("global_batch_size", "global_batch_tokens", "max_documents_per_microbatch", "max_sum_squares_per_microbatch"):
             if getattr(self, name) is not None:
                 self._require_integer(name, 1)
         self._require_integer("seed", 0)
         if self.seed >= 2**63:
             raise PlanError(f"seed={self.seed} does not fit 63 bits: orders would not be reproducible; take a smaller seed")
+        if (self.max_sum_squares_per_microbatch or 0) >= 2**62:
+            raise PlanError(
+                f"max_sum_squares_per_microbatch={self.max_sum_squares_per_microbatch} does not fit 62 bits: sums would wrap; leave it out, "
+                "as no microbatch comes near it"
+            )
         if (self.global_batch_size is None) == (self.global_batch_tokens is None):
             raise PlanError(
                 f"exactly one of global_batch_size ({self.global_batch_size}) and global_batch_tokens "
@@ -123,16 +133,25 @@ class PlanConfig:
         """Most rows (tokens after padding) a microbatch can have: B rounded up to the alignment. Buffers are sized by it."""
         return round_up(self.max_tokens_per_microbatch, self.alignment)
 
+    @property
+    def longest_piece(self) -> int:
+        """Most tokens in a piece: B, or what the cap on squares leaves of it. Longer documents follow the oversize policy."""
+        squares = self.max_sum_squares_per_microbatch
+        return self.max_tokens_per_microbatch if squares is None else min(self.max_tokens_per_microbatch, math.isqrt(squares))
+
     def to_dict(self) -> dict:
         """Plain values for digests, logs and JSON; floats are written exactly (hexadecimal)."""
         values = dataclasses.asdict(self)
-        values["cost"] = {"linear": self.cost.linear.hex(), "quadratic": self.cost.quadratic.hex()}
+        values["cost"] = {"linear": self.cost.linear.hex(), "quadratic": self.cost.quadratic.hex(), "window": self.cost.window}
         return values
 
     def data_order(self) -> dict:
         """The fields that decide which tokens a step trains on; resuming refuses a change of any of them."""
         names = ("seed", "global_batch_size", "global_batch_tokens", "document_order", "oversize", "drop_last")
-        # The budget decides what these policies leave out.
-        budget = self.max_tokens_per_microbatch if self.oversize in ("truncate", "drop") else None
+        # The caps decide what these policies leave out.
+        leaves_out = self.oversize in ("truncate", "drop")
+        budget = self.max_tokens_per_microbatch if leaves_out else None
+        squares = self.max_sum_squares_per_microbatch if leaves_out and self.longest_piece < self.max_tokens_per_microbatch else None
         window = self.length_window if self.document_order == "length-window" else None
-        return {**{name: getattr(self, name) for name in names}, "max_tokens_per_microbatch": budget, "length_window": window}
+        caps = {"max_tokens_per_microbatch": budget, "max_sum_squares_per_microbatch": squares}
+        return {**{name: getattr(self, name) for name in names}, **caps, "length_window": window}

@@ -4,10 +4,14 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Cost of a piece of L tokens: `linear * L + quadratic * L**2`, in any unit (only ratios matter to balancing).
+    """Cost of a piece of L tokens: `linear * L + quadratic * attended(L)`, in any unit (only ratios matter to balancing).
+
+    attended(L) is L^2, and under a sliding window of w tokens 2 w L - w^2 for L > w: what of the L x L scores lies in the band.
 
     The default is the causal transformer of hidden size 4096 without grouped queries: per layer and forward pass
     24 h^2 L operations in matrix products and 2 h L^2 in causal attention, so the ratio is 1 / (12 h).
@@ -19,7 +23,12 @@ class CostModel:
     quadratic: float = 1.0 / 49152.0
     """Cost per token and token attended to: attention scores and their product with the values."""
 
+    window: int | None = None
+    """Tokens that a token attends to, itself among them, at most (sliding window); None: all before it."""
+
     def __post_init__(self):
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
+            raise ValueError(f"CostModel.window must be a whole number of at least 1, or None, got {self.window!r}")
         for name in ("linear", "quadratic"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 0:
@@ -33,11 +42,18 @@ class CostModel:
 
     def of(self, length):
         """Cost of one piece of `length` tokens (an int, or an integer array, element by element)."""
-        return self.of_sums(length, length * length)
+        return self.of_sums(length, self.attended(length))
 
-    def of_sums(self, tokens, squared_tokens):
-        """Cost of a microbatch from the sum of its pieces' lengths and the sum of their squares (both exact integers)."""
-        return self.linear * tokens + self.quadratic * squared_tokens
+    def attended(self, length):
+        """What attention of a piece grows with: an integer where `length` is one (see the class), element by element."""
+        if self.window is None:
+            return length * length
+        beyond = np.maximum(length - self.window, 0)
+        return length * length - beyond * beyond
+
+    def of_sums(self, tokens, attended):
+        """Cost of a microbatch from the sums of its pieces' lengths and of their `attended` (both exact integers)."""
+        return self.linear * tokens + self.quadratic * attended
 
     @classmethod
     def from_model(
@@ -51,6 +67,7 @@ class CostModel:
         kv_channels: int | None = None,
         gated_linear_unit: bool = False,
         vocab_size: int = 0,
+        window: int | None = None,
     ) -> "CostModel":
         """Forward and backward floating-point operations of a GPT, per document.
 
@@ -68,6 +85,7 @@ class CostModel:
             num_query_groups: key/value heads (GQA); the number of heads when None.
             kv_channels: width of one head; `hidden_size // num_attention_heads` when None.
             vocab_size: padded vocabulary; 0 leaves the output projection out.
+            window: of sliding-window attention in every layer, in tokens.
         """
         kv_channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         num_query_groups = num_attention_heads if num_query_groups is None else num_query_groups
@@ -78,4 +96,5 @@ class CostModel:
         return cls(
             linear=3 * (num_layers * (attention + mlp) + 2 * hidden_size * vocab_size),
             quadratic=3 * num_layers * 2 * query,
+            window=window,
         )

@@ -85,11 +85,11 @@ def from_microbatches(microbatches: list[list[list[int]]], *, alignment: int, co
         return np.array([[value(pieces) for pieces in rank] for rank in microbatches], dtype=dtype)
 
     tokens = table(sum, np.int64)
-    squares = table(lambda pieces: sum(length * length for length in pieces), np.int64)
+    attended = table(lambda pieces: sum(int(cost.attended(length)) for length in pieces), np.int64)
     return Division(
         tokens=tokens,
         rows=np.maximum(-(-tokens // alignment), 1) * alignment,
-        cost=cost.of_sums(tokens, squares),
+        cost=cost.of_sums(tokens, attended),
         cut_documents=cut_documents,
     )
 

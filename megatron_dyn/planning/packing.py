@@ -26,6 +26,8 @@ class Caps:
 
     weight: int
     pieces: int
+    squares: int | None = None
+    """Most of the sum of squared lengths, if any."""
 
 
 def lower_bound(weight: np.ndarray, caps: Caps) -> int:

@@ -68,7 +68,7 @@ class Planner:
             raise PlanError(f"lengths must be a flat array of integers, got shape {lengths.shape} of {lengths.dtype}")
         self.lengths = lengths
         self.config = config
-        found = survey(lengths, budget=config.max_tokens_per_microbatch, fingerprint=fingerprint is None)
+        found = survey(lengths, budget=config.longest_piece, fingerprint=fingerprint is None)
         self.num_documents = found.documents - found.empty
         """Documents that are not empty: what one epoch goes through."""
         self.fingerprint = found.fingerprint if fingerprint is None else fingerprint
@@ -174,7 +174,7 @@ class Planner:
             pieces = cut_documents(
                 documents,
                 self.lengths[documents].astype(np.int64),
-                budget=self.config.max_tokens_per_microbatch,
+                budget=self.config.longest_piece,
                 oversize=self.config.oversize,
                 even=even,
             )

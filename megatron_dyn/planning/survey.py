@@ -119,13 +119,13 @@ def count_epoch(found: Survey, lengths: np.ndarray, config: PlanConfig) -> Epoch
     Raises:
     PlanError: an oversize document under the "error" policy, no usable document, no step that could ever be filled.
     """
-    budget, usable = config.max_tokens_per_microbatch, found.documents - found.empty
+    budget, usable = config.longest_piece, found.documents - found.empty
     counts = {"documents": found.documents, "empty_documents": found.empty, "tokens": found.tokens}
     if config.oversize == "error" and found.oversize:
         first = found.first_oversize
         raise PlanError(
-            f"document {first} has {int(lengths[first])} tokens, above the budget of {budget} tokens a microbatch "
-            f"({found.oversize} such documents): oversize='error' refuses them; raise max_tokens_per_microbatch or choose "
+            f"document {first} has {int(lengths[first])} tokens, above {_longest(config)} "
+            f"({found.oversize} such documents): oversize='error' refuses them; raise {_cap_of_pieces(config)} or choose "
             "oversize='split', 'truncate' or 'drop'"
         )
     if config.oversize == "split":
@@ -190,3 +190,14 @@ def _places_of_ranks(blocks: np.ndarray, ranks: np.ndarray, lengths: np.ndarray,
     ranks = ranks - np.where(eight > 0, upto[np.arange(len(ranks)), eight - 1], 0)
     members = np.cumsum(full.reshape(len(rows), -1, 8)[row_of, eight], axis=1)
     return eight * 8 + np.count_nonzero(members <= ranks[:, None], axis=1)
+
+
+def _cap_of_pieces(config: PlanConfig) -> str:
+    by_squares = config.longest_piece < config.max_tokens_per_microbatch
+    return "max_sum_squares_per_microbatch" if by_squares else "max_tokens_per_microbatch"
+
+
+def _longest(config: PlanConfig) -> str:
+    if config.longest_piece < config.max_tokens_per_microbatch:
+        return f"{config.longest_piece} tokens, the root of max_sum_squares_per_microbatch={config.max_sum_squares_per_microbatch}"
+    return f"the budget of {config.longest_piece} tokens a microbatch"

@@ -113,7 +113,7 @@ class _RandomDocuments:
 def microbatch_of(lengths: list[int], run: RunConfig, vocab_size: int) -> PackedMicrobatch:
     """One microbatch with exactly these documents, on the compute device."""
     changes = dict(global_batch_size=len(lengths), global_batch_tokens=None, document_order="sequential", microbatch_multiple=1)
-    config = run.plan_config(data_parallel_size=1, max_documents_per_microbatch=None, **changes)
+    config = run.plan_config(data_parallel_size=1, max_documents_per_microbatch=None, max_sum_squares_per_microbatch=None, **changes)
     plan = Planner(np.asarray(lengths), config).plan(0)
     built = build_microbatch(plan.microbatches[0][0], _RandomDocuments(lengths, vocab_size), step=0, index=0)
     return built.to(device.compute_device())
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0.
 
     Raises:
-        ConfigError: a flag is wrong.
+        ConfigError: a flag is wrong, or the times say nothing.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-dyn calibrate",
@@ -188,7 +188,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     microbatches = [microbatch_of(mix, run, vocab_size) for mix in lengths]
     seconds = measure(stepper, microbatches, rounds=own.rounds)
     tokens, squares = [sum(mix) for mix in lengths], [sum(length * length for length in mix) for mix in lengths]
+    measured = [seconds]
+    dist.broadcast_object_list(measured, src=0)  # rank 0's times decide, on every rank alike
+    seconds = measured[0]
     found = fit(tokens, squares, seconds)
+    require(
+        found.linear + found.quadratic > 0,
+        f"the measured times ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms) do not grow with the tokens: there is nothing to balance by. "
+        "Measure on an idle machine, with more --rounds, or with a larger --max-tokens-per-microbatch",
+    )
     if dist.get_rank() == 0:
         print(f"{'T':>8s}{'documents':>11s}{'each':>8s}{'measured ms':>13s}{'fitted ms':>11s}")
         for mix, total, square, value in zip(lengths, tokens, squares, seconds):

@@ -129,6 +129,9 @@ class DataConfig:
     max_documents_per_microbatch: int | None = None
     """Most pieces packed into one microbatch (none: as many as fit)."""
 
+    max_sum_squares_per_microbatch: int | None = None
+    """Most of the sum of squared piece lengths in one microbatch (none: no such cap); a document longer than its root is oversize."""
+
     oversize: Literal["split", "truncate", "drop", "error"] = "split"
     """What happens to a document longer than the budget; every use is counted."""
 

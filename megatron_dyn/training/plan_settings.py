@@ -19,7 +19,7 @@ from megatron_dyn.training.model_config import ModelConfig, check_model_parallel
 
 DATA = (
     "data_path", "split", "vocab_size", "max_tokens_per_microbatch", "global_batch_size", "global_batch_tokens",
-    "max_documents_per_microbatch",
+    "max_documents_per_microbatch", "max_sum_squares_per_microbatch",
     "oversize", "drop_last", "token_bucket", "cost_file", "pad_microbatches_to_capacity", "document_order",
 )  # fmt: skip
 PARALLEL = (

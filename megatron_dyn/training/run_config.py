@@ -119,6 +119,7 @@ class RunConfig:
             oversize=self.data.oversize,
             drop_last=self.data.drop_last,
             max_documents_per_microbatch=self.data.max_documents_per_microbatch,
+            max_sum_squares_per_microbatch=self.data.max_sum_squares_per_microbatch,
             microbatch_multiple=microbatch_multiple(
                 self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
             ),

@@ -15,7 +15,7 @@ from megatron_dyn.planning import planner as planner_module
 from megatron_dyn.planning.windows import Window
 
 corpora = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
-costs = st.sampled_from([CostModel(), CostModel(linear=1, quadratic=0), CostModel(linear=0, quadratic=3.5)])
+costs = st.sampled_from([CostModel(), CostModel(linear=1, quadratic=0), CostModel(linear=0, quadratic=3.5), CostModel(quadratic=1, window=7)])
 
 
 @st.composite
@@ -30,6 +30,7 @@ def configurations(draw, oversize=("split", "truncate", "drop")):
         seed=draw(st.integers(0, 5)),
         oversize=draw(st.sampled_from(oversize)),
         max_documents_per_microbatch=draw(st.sampled_from([None, None, 1, 2, 5])),
+        max_sum_squares_per_microbatch=draw(st.one_of(st.none(), st.integers(1, 2000))),
         microbatch_multiple=draw(st.integers(1, 3)),
         document_order=draw(st.sampled_from(["shuffle", "sequential", "length-window"])),
         length_window=draw(st.integers(1, 50)),
@@ -60,6 +61,7 @@ def check_caps_and_layout(plan, planner):
         lengths = [piece.length for piece in mb.pieces]
         assert mb.num_tokens == sum(lengths) <= B
         assert all(length >= 1 for length in lengths)
+        assert sum(length * length for length in lengths) <= (config.max_sum_squares_per_microbatch or B * B)
         assert len(mb.pieces) <= (config.max_documents_per_microbatch or len(every) + pieces)
         assert mb.T % config.alignment == 0 and mb.num_tokens <= mb.T <= config.capacity
         assert mb.cu_seqlens.dtype == mb.cu_seqlens_padded.dtype == np.int32
@@ -82,7 +84,8 @@ def check_caps_and_layout(plan, planner):
 
 def check_epoch_holds_every_document_once(planner, epoch=0):
     """Every token that the policy keeps is trained on exactly once, and what it leaves out is counted."""
-    B, policy = planner.config.max_tokens_per_microbatch, planner.config.oversize
+    longest = int((planner.config.max_sum_squares_per_microbatch or 10**9) ** 0.5)
+    B, policy = min(planner.config.max_tokens_per_microbatch, longest), planner.config.oversize
     first = planner.first_step_of(epoch)
     plans = [planner.plan(first + i) for i in range(planner.steps_per_epoch(epoch))]
     assert all(plan.epoch == epoch for plan in plans) and planner.plan(first + len(plans)).epoch == epoch + 1
@@ -135,7 +138,7 @@ def test_an_epoch_is_the_corpus(lengths, config, epoch):
 @settings(max_examples=100, deadline=None)
 @given(corpora, configurations(oversize=("split", "truncate")), configurations())
 def test_documents_do_not_depend_on_ranks_budget_alignment_cost(lengths, config, other):
-    free = ("max_tokens_per_microbatch", "data_parallel_size", "alignment", "document_alignment",
+    free = ("max_tokens_per_microbatch", "max_sum_squares_per_microbatch", "data_parallel_size", "alignment", "document_alignment",
             "max_documents_per_microbatch", "microbatch_multiple", "cost")
     changed = dataclasses.replace(config, **{name: getattr(other, name) for name in free})
     check_documents_do_not_depend_on_division(make(lengths, config), make(lengths, changed))
@@ -191,7 +194,7 @@ def test_mutant_cap_exceeded_by_one_is_noticed(monkeypatch):
     planner = Planner(np.array([5, 4]), config)
     check_caps_and_layout(planner.plan(0), planner)
     real = assemble_module.Caps
-    monkeypatch.setattr(assemble_module, "Caps", lambda weight, pieces: real(weight=weight + 1, pieces=pieces))
+    monkeypatch.setattr(assemble_module, "Caps", lambda weight, **caps: real(weight=weight + 1, **caps))
     with pytest.raises(AssertionError):
         check_caps_and_layout(planner.plan(0), planner)
 

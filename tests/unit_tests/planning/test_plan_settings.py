@@ -64,6 +64,17 @@ def test_cost_defaults():
     assert CostModel().quadratic / CostModel().linear == pytest.approx(full.quadratic / full.linear)
 
 
+@pytest.mark.parametrize("window", [1, 3, 8, 20])
+def test_a_window_leaves_out_the_scores_beyond_it(window):
+    """Against the scores counted one by one: twice as many, within the diagonal, which L^2 counts once and not twice."""
+    cost = CostModel(linear=0, quadratic=1, window=window)
+    for L in range(1, 20):
+        exact = sum(min(row + 1, window) for row in range(L))
+        assert cost.of(L) == cost.attended(np.array([L]))[0]
+        assert abs(cost.of(L) - 2 * exact) <= L
+    assert cost.of(window) == window**2 and CostModel(linear=0, quadratic=1).of(30) == 900
+
+
 @pytest.mark.parametrize("bad", [dict(linear=-1), dict(quadratic=float("nan")), dict(linear=0, quadratic=0)])
 def test_cost_refuses(bad):
     with pytest.raises(ValueError, match="CostModel"):

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_dyn.planning import CostModel
 from megatron_dyn.planning.cost_file import read_cost_file, write_cost_file
+from megatron_dyn.training import calibrate
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.calibrate import SHORTEST_DOCUMENT, fit, main, mixes
 from megatron_dyn.training.config import ConfigError
@@ -89,9 +90,26 @@ def test_a_measured_cost_takes_the_place_of_the_counted_one_in_the_plan(tmp_path
 
 def test_the_command_measures_the_model_of_the_run(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    # A busy machine can make any times of a tiny model: the measurements themselves are not what is tested here.
+    rates = dict(constant=1e-3, linear=1e-5, quadratic=1e-8)
+    real = calibrate.measure
+
+    def measured(stepper, microbatches, *, rounds):
+        assert min(real(stepper, microbatches, rounds=rounds)) > 0
+        sums = [(m.tokens.numel(), (m.packed_seq_params.cu_seqlens_q.diff().double() ** 2).sum().item()) for m in microbatches]
+        return [rates["constant"] + rates["linear"] * tokens + rates["quadratic"] * squares for tokens, squares in sums]
+
+    monkeypatch.setattr(calibrate, "measure", measured)
     assert run_alone([*FLAGS, "--rounds", "1", "--output", str(tmp_path / "cost.yaml")], tmp_path) == 0
     cost = read_cost_file(tmp_path / "cost.yaml")
-    assert cost.linear + cost.quadratic > 0
+    assert (cost.linear, cost.quadratic) == pytest.approx((rates["linear"], rates["quadratic"]), rel=1e-3)
+
+
+def test_times_that_do_not_grow_with_the_tokens_are_refused(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(calibrate, "measure", lambda stepper, microbatches, **_: [1e-3] * len(microbatches))
+    assert run_alone([*FLAGS, "--rounds", "1", "--output", str(tmp_path / "cost.yaml")], tmp_path) != 0
+    assert "do not grow with the tokens" in capfd.readouterr().err and not (tmp_path / "cost.yaml").exists()
 
 
 def run_alone(argv, folder: Path) -> int:
