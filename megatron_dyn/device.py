@@ -11,6 +11,7 @@ import importlib
 import os
 import platform
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,20 @@ def synchronize() -> None:
     """Wait until the device has finished what it was given (nothing to wait for on a CPU)."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def time_mark() -> "torch.cuda.Event | float":
+    """Now, for `seconds_between`: on CUDA when the current stream has done what it was given so far; nobody waits."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+    """Seconds from one `time_mark` to a later one. On CUDA the device must have reached both (see `synchronize`)."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000.0
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,6 @@ REFUSED: dict[str, str] = {
     "num_experts": "mixtures of experts are not supported: leave it out",
     "train_samples": "a run is counted in optimizer steps: --train-iters",
     "num_layers_per_virtual_pipeline_stage": "give the number of chunks instead: --num-virtual-stages-per-pipeline-rank",
-    "no_overlap_p2p_communication": "the pipeline's communication follows from the schedule: without overlap the interleaved schedule is wrong",
 }
 
 # Sub-words of Megatron-LM's launch scripts that ask for what is always so here: accepted in silence.

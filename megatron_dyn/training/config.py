@@ -39,6 +39,12 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Model chunks on each pipeline rank: the interleaved schedule (VPP). Microbatches per rank become a multiple of PP."""
 
+    overlap_p2p_communication: bool = True
+    """Interleaved schedule: messages between stages travel while the next chunk computes; without, one batch of them between two chunks."""
+
+    overlap_p2p_communication_warmup_flush: bool = False
+    """Overlap them also while the pipeline fills and empties."""
+
     use_distributed_optimizer: bool = False
     """Divide the optimizer's state over the data-parallel ranks."""
 
@@ -67,7 +73,12 @@ class ParallelConfig:
             "without them no parameter is gathered at all",
         )
         try:
-            check_schedule(self.pipeline_model_parallel_size, self.num_virtual_stages_per_pipeline_rank)
+            check_schedule(
+                self.pipeline_model_parallel_size,
+                self.num_virtual_stages_per_pipeline_rank,
+                overlap=self.overlap_p2p_communication,
+                warmup_flush=self.overlap_p2p_communication_warmup_flush,
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -329,6 +340,9 @@ class LoggingConfig:
 
     log_interval: int = 1
     """Steps between lines on the console (metrics.jsonl has every step)."""
+
+    measure_pipeline_bubble: bool = False
+    """Also measure how long each stage waited for its neighbours in each step (`pipeline-bubble-measured`)."""
 
     tensorboard: bool = True
     """Write TensorBoard events into the run's folder."""

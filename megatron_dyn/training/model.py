@@ -76,7 +76,12 @@ def transformer_config(
         # parallelism
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        **schedule_settings(parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size),
+        **schedule_settings(
+            parallel.pipeline_model_parallel_size,
+            parallel.virtual_pipeline_model_parallel_size,
+            overlap=parallel.overlap_p2p_communication,
+            warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
+        ),
         # Without it variable lengths are refused, for dense models too.
         moe_token_dispatcher_type="alltoall",
         # Exact loss: gradients are divided by the number of loss tokens of the whole step, not per microbatch.

@@ -179,6 +179,8 @@ class ParallelSizes(Protocol):
     tensor_model_parallel_size: int
     sequence_parallel: bool
     pipeline_model_parallel_size: int
+    overlap_p2p_communication: bool
+    overlap_p2p_communication_warmup_flush: bool
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None: ...

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_dyn.microbatch import PackedMicrobatch
+from megatron_dyn.pipeline.run import ScheduleRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ def forward_step(data_iterator: Iterator[PackedMicrobatch], model: torch.nn.Modu
         Output of the chunk ([1, T] token losses on the last stage, else [s, 1, hidden]) and the function that sums them.
     """
     microbatch = next(data_iterator)
+    _check_input(model, microbatch)
     output = model(
         microbatch.tokens,
         microbatch.position_ids,
@@ -87,6 +89,24 @@ def forward_step(data_iterator: Iterator[PackedMicrobatch], model: torch.nn.Modu
     return output, sum_losses
 
 
+def _check_input(model: torch.nn.Module, microbatch: PackedMicrobatch) -> None:
+    """What this chunk received must be rows of the microbatch it is about to compute.
+
+    Raises:
+        RuntimeError: They are another microbatch's.
+    """
+    chunk = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    if chunk.pre_process or chunk.decoder.input_tensor is None:
+        return
+    config, rows = chunk.config, chunk.decoder.input_tensor.size(0)
+    parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    if rows * parts != microbatch.T:
+        raise RuntimeError(
+            f"microbatch {microbatch.index} of step {microbatch.step} (T = {microbatch.T}, {microbatch.T // parts} rows on each rank) "
+            f"received {rows} rows from the previous stage: they are another microbatch's. This is a defect; please report it"
+        )
+
+
 class Stepper:
     """Runs Megatron's schedule over the microbatches of a step and applies the update.
 
@@ -94,14 +114,15 @@ class Stepper:
         models: Chunks wrapped in DDP.
         optimizer: Megatron optimizer, or None to compute losses only.
         scheduler: Parameter scheduler, or None.
+        measure_waits: Keep the time in which this pipeline stage waits for others.
     """
 
-    def __init__(self, models: list, optimizer=None, scheduler=None):
+    def __init__(self, models: list, optimizer=None, scheduler=None, *, measure_waits: bool = False):
         self.models = models
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.bad_positions: list[int] = []
-        self._schedule = get_forward_backward_func()
+        self.schedule = ScheduleRunner(models[0].config, measure_waits=measure_waits)
 
     @property
     def learning_rate(self) -> float:
@@ -119,15 +140,8 @@ class Stepper:
             The loss of the whole step, and the positions of this rank's microbatches whose loss is not finite (last stage only).
         """
         iterators = [iter(microbatches) for _ in self.models]
-        reports = self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.models,
-            num_microbatches=len(microbatches),
-            seq_length=1,  # required by the interface; with variable sequence lengths its value is not used
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        T = [microbatch.T for microbatch in microbatches]
+        reports = self.schedule.run(forward_step, self.models, iterators, T=T, forward_only=forward_only)
         return self._total(microbatches, [report for report in reports if report])
 
     def train(self, microbatches: list[PackedMicrobatch], *, loss_tokens: int) -> StepOutcome:

@@ -18,7 +18,6 @@ from trained_steps import Scenario, check_scenario, launch_scenario
 import megatron_dyn.layers.attention as attention
 import megatron_dyn.layers.norm as norm
 import megatron_dyn.microbatch.builder as builder
-import megatron_dyn.training.model as model
 import megatron_dyn.training.optimizer as optimizer
 import megatron_dyn.training.step as step
 
@@ -28,7 +27,6 @@ ONE_RANK = Scenario(documents=DOCUMENTS, budget=16, batch=6, gpt=LLAMA)
 LEARNED_POSITIONS = dataclasses.replace(ONE_RANK, gpt=GPT2)
 TP2 = dataclasses.replace(ONE_RANK, tp=2, sp=True)
 DP2 = dataclasses.replace(ONE_RANK, dp=2, documents=make_documents([12, 4]), batch=2)
-EQUAL_T_PP2_VPP2 = dataclasses.replace(ONE_RANK, pp=2, vpp=2, documents=make_documents([16] * 4), batch=4)
 TWO_STEPS = dataclasses.replace(ONE_RANK, steps=2, batch=3)
 
 
@@ -127,14 +125,6 @@ def norms_decayed(monkeypatch):
     monkeypatch.setattr(optimizer, "get_standard_config_overrides", lambda config: {})
 
 
-def interleaved_without_overlapped_sends(monkeypatch):
-    """Megatron's default: with two pipeline ranks the next one is also the previous one, and messages of equal size are mixed up."""
-    settings = model.schedule_settings
-    monkeypatch.setattr(
-        model, "schedule_settings", lambda *sizes: settings(*sizes) | {"overlap_p2p_comm": False, "batch_p2p_comm": True}
-    )
-
-
 # Tools of the mutants
 
 
@@ -209,7 +199,6 @@ MUTANTS = [
     (norms_without_the_sequence_parallel_flag, TP2, "gradient of .*norm.weight is .* off the reference"),
     (gradients_not_cleared, TWO_STEPS, "gradient of .* off the reference"),
     (norms_decayed, ONE_RANK, "norm.* off the reference after the update"),
-    (interleaved_without_overlapped_sends, EQUAL_T_PP2_VPP2, "loss .* off the reference"),
 ]
 SCENARIOS = {
     "one rank": ONE_RANK,
@@ -217,7 +206,6 @@ SCENARIOS = {
     "one rank, two steps": TWO_STEPS,
     "TP2 SP": TP2,
     "DP2": DP2,
-    "PP2 VPP2, equal T": EQUAL_T_PP2_VPP2,
 }
 
 

@@ -3,20 +3,44 @@
 
 import pytest
 
-from megatron_dyn.pipeline.schedule import check_schedule, microbatch_multiple, schedule_settings
+from megatron_dyn.pipeline.schedule import check_microbatches, check_schedule, microbatch_multiple, schedule_settings
 
 
-def test_no_schedule_frees_outputs_that_are_still_sent():
-    for shape in [(1, None), (2, None), (4, None), (2, 2), (4, 2)]:
-        assert schedule_settings(*shape)["deallocate_pipeline_outputs"] is False
+def test_outputs_are_freed_where_there_is_a_pipeline_that_sends_them():
+    for shape, freed in [((1, None), False), ((2, None), True), ((4, None), True), ((2, 2), True), ((4, 2), True)]:
+        assert schedule_settings(*shape)["deallocate_pipeline_outputs"] is freed
 
 
-def test_interleaving_always_overlaps_its_communication():
-    settings = schedule_settings(2, 2)
-    assert settings["overlap_p2p_comm"] and not settings["batch_p2p_comm"]
+@pytest.mark.parametrize(
+    "shape, wanted, overlapped, flushed",
+    [
+        ((2, 2), dict(), True, False),
+        ((2, 2), dict(overlap=False), False, False),
+        ((4, 2), dict(warmup_flush=True), True, True),
+        ((4, None), dict(), False, False),
+    ],
+)
+def test_messages_are_batched_where_they_are_not_overlapped(shape, wanted, overlapped, flushed):
+    settings = schedule_settings(*shape, **wanted)
+    found = (settings["overlap_p2p_comm"], settings["overlap_p2p_comm_warmup_flush"], settings["batch_p2p_comm"])
+    assert found == (overlapped, flushed, not overlapped)
 
 
-def test_shapes_are_exchanged_exactly_where_there_is_a_pipeline():
+@pytest.mark.parametrize("shape, wanted", [((4, None), dict(warmup_flush=True)), ((4, 2), dict(warmup_flush=True, overlap=False))])
+def test_a_warmup_flush_without_overlap_is_refused(shape, wanted):
+    with pytest.raises(ValueError, match="--overlap-p2p-communication-warmup-flush"):
+        check_schedule(*shape, **wanted)
+
+
+@pytest.mark.parametrize("count, shape, complaint", [(3, (2, 2), "a multiple of 2"), (0, (2, None), "at least one"), (5, (4, 3), "a multiple of 4")])
+def test_numbers_of_microbatches_without_a_schedule_are_refused(count, shape, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        check_microbatches(count, *shape)
+    check_microbatches(4, 4, 3)
+    check_microbatches(3, 4, None)
+
+
+def test_lengths_vary_exactly_where_there_is_a_pipeline():
     assert not schedule_settings(1, None)["variable_seq_lengths"]
     assert schedule_settings(2, None)["variable_seq_lengths"]
 

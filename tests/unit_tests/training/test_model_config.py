@@ -19,6 +19,8 @@ class Parallel:
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
+    overlap_p2p_communication: bool = True
+    overlap_p2p_communication_warmup_flush: bool = False
     virtual_pipeline_model_parallel_size: int | None = None
 
 
@@ -132,7 +134,7 @@ def test_unknown_precisions_are_refused():
 
 def test_settings_that_a_varying_T_needs():
     config = transformer_config(model(), Parallel(pipeline_model_parallel_size=2), precision="bf16")
-    assert config.calculate_per_token_loss and config.variable_seq_lengths and not config.deallocate_pipeline_outputs
+    assert config.calculate_per_token_loss and config.variable_seq_lengths and config.deallocate_pipeline_outputs
     assert config.moe_token_dispatcher_type == "alltoall" and not config.cross_entropy_loss_fusion
     assert config.params_dtype == config.pipeline_dtype == torch.bfloat16 and config.bf16
     fused = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For every schedule: the plan names the microbatch the schedule means, every send meets its receive, and no rank waits for ever.
+
+The real schedule code of megatron-core runs for each rank in turn (`schedule_on_paper.py`), then the ranks' messages are played against
+each other under the rules of gloo and of NCCL.
+"""
+
+import pytest
+from planned_mutants import (
+    backward_posted_first,
+    chunk_ignored,
+    ends_of_the_model_ignored,
+    forward_position_for_backward,
+    last_microbatch,
+    sends_posted_first,
+)
+from schedule_on_paper import Case, Stuck, play, programs_of
+
+from megatron_dyn import device
+from megatron_dyn.pipeline.messages import planned_messages
+
+
+def cases(sizes, chunks, counts):
+    for pp in sizes:
+        for k in counts:
+            for batched in (True, False):
+                yield Case(pp, 1, k, batched=batched)
+                yield Case(pp, 1, k, batched=batched, forward_only=True)
+        for vpp in chunks:
+            for k in {pp * ((count + pp - 1) // pp) for count in counts}:
+                for how in (dict(), dict(batched=False), dict(overlap=True, batched=False), dict(overlap=True, flush=True, batched=False)):
+                    yield Case(pp, vpp, k, **how)
+                    yield Case(pp, vpp, k, **how, forward_only=True)
+
+
+def check(case: Case, monkeypatch) -> None:
+    programs = programs_of(case, monkeypatch)
+    links = case.pp * case.vpp - 1
+    for rules in ("gloo", "nccl"):
+        try:
+            moved = play(programs, case, rules=rules)
+        except AssertionError as error:
+            raise type(error)(f"{case} under the rules of {rules}: {error}") from error
+        assert moved == case.k * links * (1 if case.forward_only else 2), case
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu():
+    device.install_cpu_replacements()
+    yield
+    device.uninstall_cpu_replacements()
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_every_schedule_moves_the_planned_messages(pp, monkeypatch):
+    for case in cases([pp], [2, 3], [1, 3, 9]):
+        check(case, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vpp", [2, 3, 4])
+@pytest.mark.parametrize("pp", range(2, 9))
+def test_every_schedule_of_the_whole_range(pp, vpp, monkeypatch):
+    for case in cases([pp], [vpp], range(1, 10)):
+        check(case, monkeypatch)
+
+
+# Mutants: each break of the plan is noticed by the check above ------------------------------------------------------------
+
+
+INTERLEAVED = Case(4, 2, 8, overlap=True, batched=False)
+MUTANTS = [
+    (last_microbatch, Case(2, 1, 3)),
+    (last_microbatch, INTERLEAVED),
+    (forward_position_for_backward, Case(2, 1, 3)),
+    (forward_position_for_backward, INTERLEAVED),
+    (chunk_ignored, INTERLEAVED),
+    (ends_of_the_model_ignored, INTERLEAVED),
+    (backward_posted_first, Case(2, 2, 4)),
+    (sends_posted_first, Case(3, 2, 3, batched=False)),
+]
+
+
+@pytest.mark.parametrize("mutant, case", MUTANTS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_a_mutant_is_caught(mutant, case, monkeypatch):
+    check(case, monkeypatch)
+    planned_messages.cache_clear()
+    mutant(monkeypatch)
+    try:
+        with pytest.raises((AssertionError, RuntimeError)):
+            check(case, monkeypatch)
+    finally:
+        planned_messages.cache_clear()
+
+
+def test_two_phases_would_deadlock(monkeypatch):
+    """The player itself: shapes first, then tensors, as the stock communicator does it, hangs where it does on gloo (PP 4, VPP 2, K 4)."""
+    case = Case(4, 2, 4)
+    play(in_two_phases(programs_of(Case(4, 2, 8), monkeypatch)), case, rules="gloo")
+    with pytest.raises(Stuck, match="rank 1"):
+        play(in_two_phases(programs_of(case, monkeypatch)), case, rules="gloo")
+
+
+def in_two_phases(programs):
+    """Each call twice, one after the other; calls are numbered anew."""
+    doubled = []
+    for program in programs:
+        new = []
+        for kind, what in program:
+            if kind == "post":
+                first = [op.__class__(op.rank, op.direction, op.peer, op.message, op.channel, 2 * op.call) for op in what]
+                second = [op.__class__(op.rank, op.direction, op.peer, op.message, op.channel, 2 * op.call + 1) for op in what]
+                new += [("post", first), ("wait", 2 * what[0].call), ("post", second)]
+            else:
+                new.append(("wait", 2 * what + 1))
+        doubled.append(new)
+    return doubled
