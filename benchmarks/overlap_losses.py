@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[int, list[str], str | None]] = {  # name -> ranks, flags, 
     "one rank": (1, ["--no-gradient-accumulation-fusion"], None),
     "TP 2": (2, [*TENSOR, "--no-gradient-accumulation-fusion"], "one rank"),
     "TP 2, overlap": (2, [*TENSOR, *OVERLAP], "TP 2"),
-    "TP 2, overlap, padded": (2, [*TENSOR, *OVERLAP, "--pad-microbatches-to-capacity"], "TP 2"),
+    "TP 2, overlap, padded": (2, [*TENSOR, *OVERLAP, "--microbatching", "packed-fixed"], "TP 2"),
     "TP 2, FP8": (2, [*TENSOR, *FP8], None),
     "TP 2, FP8, overlap": (2, [*TENSOR, *FP8, *OVERLAP], "TP 2, FP8"),
 }

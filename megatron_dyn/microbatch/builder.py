@@ -51,7 +51,8 @@ def build_microbatch(
     """Reads the pieces of ``plan`` and lays them out in T rows, on the CPU.
 
     The label of a piece's last token is the document's next token if the document goes on there (so cutting a long document costs no
-    loss token), else the row has loss mask 0. A filler (no pieces) is all padding. No random number is drawn.
+    loss token), else the row has loss mask 0. In a joined microbatch it is the first token of the next piece, and positions run on.
+    A filler (no pieces) is all padding. No random number is drawn.
 
     Args:
         plan: what to pack, and where.
@@ -75,13 +76,15 @@ def build_microbatch(
     labels_T = np.zeros(T, dtype=np.int64)
     positions_T = np.zeros(T, dtype=np.int64)
     mask_T = np.zeros(T, dtype=np.float32)
-    counter = np.arange(max((piece.length for piece in plan.pieces), default=0), dtype=np.int64)
-
-    for piece, first_row in zip(plan.pieces, plan.cu_seqlens_padded[:-1].tolist()):
-        ids, goes_on = _read(piece, corpus, where)
-        labelled = piece.length - 1 + goes_on
-        tokens_T[first_row : first_row + piece.length] = ids[: piece.length]
-        positions_T[first_row : first_row + piece.length] = counter[: piece.length]
+    counter = np.arange(T, dtype=np.int64)
+    if plan.joined:
+        segments = [_read_joined(plan, corpus, where)]
+    else:
+        segments = (_read(piece, corpus, where) for piece in plan.pieces)
+    for first_row, length, ids in zip(plan.cu_seqlens_padded.tolist(), np.diff(plan.cu_seqlens).tolist(), segments):
+        labelled = len(ids) - 1
+        tokens_T[first_row : first_row + length] = ids[:length]
+        positions_T[first_row : first_row + length] = counter[:length]
         labels_T[first_row : first_row + labelled] = ids[1:]
         mask_T[first_row : first_row + labelled] = 1.0
 
@@ -114,8 +117,14 @@ def build_microbatch(
     )
 
 
-def _read(piece, corpus: Corpus, where: str) -> tuple[np.ndarray, bool]:
-    """Returns the piece's ids, with the document's next id behind them where there is one, and whether there is one."""
+def _read_joined(plan: MicrobatchPlan, corpus: Corpus, where: str) -> np.ndarray:
+    """Returns the ids of all pieces, one after the other, and the next one of the step where there is one."""
+    pieces = [*plan.pieces, *([plan.following._replace(length=1)] if plan.following else [])]
+    return np.concatenate([_read(piece, corpus, where)[: piece.length] for piece in pieces])
+
+
+def _read(piece, corpus: Corpus, where: str) -> np.ndarray:
+    """Returns the piece's ids, with the document's next id behind them where there is one."""
     document, start, length = piece
     known = len(corpus.lengths)
     if not 0 <= document < known:
@@ -138,12 +147,14 @@ def _read(piece, corpus: Corpus, where: str) -> tuple[np.ndarray, bool]:
             f"{where}: token {start + at} of {corpus.describe(document)} is {ids[at]}: a negative id would index the embedding from its end. "
             "Preprocess the corpus again with a tokenizer that has the missing special token"
         )
-    return ids, goes_on
+    return ids
 
 
 def _check_layout(plan: MicrobatchPlan, where: str) -> None:
     """Refuses a plan whose pieces, cu_seqlens and T do not tell the same story."""
     lengths = [piece.length for piece in plan.pieces] or [plan.T]
+    if plan.joined:
+        lengths = [sum(lengths)]
     real, padded = np.asarray(plan.cu_seqlens), np.asarray(plan.cu_seqlens_padded)
     if not len(real) == len(padded) == len(lengths) + 1:
         raise MicrobatchError(f"{where}: {len(lengths)} segments need {len(lengths) + 1} boundaries, the plan has {len(real)} real and {len(padded)} padded")

@@ -10,6 +10,7 @@ from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.cost import CostModel
 
 OVERSIZE_POLICIES = ("split", "truncate", "drop", "error")
+MICROBATCHINGS = ("dynamic", "packed-fixed", "fixed-count", "pad-to-max", "concat-chunk")
 DOCUMENT_ORDERS = ("shuffle", "sequential", "length-window")
 MOST_WINDOW = 1 << 19
 INT32_MAX = 2**31 - 1
@@ -72,11 +73,20 @@ class PlanConfig:
     """Documents sorted together by "length-window": rounded up to whole steps of `global_batch_size`, more where they do not hold
     `global_batch_tokens`. The larger, the more alike are the lengths in a step, and the less random is which documents meet."""
 
+    microbatching: str = "dynamic"
+    """How the pieces of a step are grouped: "dynamic"; or, to compare with, "packed-fixed" (the same microbatches, T always the capacity),
+    "fixed-count" (in order, `documents_per_microbatch` pieces or as many as fit, padded to their longest), "pad-to-max" (in order, every piece
+    padded to the longest document, at most B, as many as fit), "concat-chunk" (documents joined and cut every B tokens, attention and
+    labels crossing them: other data). See grouping.py."""
+
+    documents_per_microbatch: int = 1
+    """Pieces in a microbatch of "fixed-count"; fewer where they would not fit into B when padded."""
+
     cost: CostModel = CostModel()
     """Measure by which microbatches and ranks are balanced."""
 
     def __post_init__(self):
-        counts = ("data_parallel_size", "microbatch_multiple", "length_window")
+        counts = ("data_parallel_size", "microbatch_multiple", "length_window", "documents_per_microbatch")
         for name in ("max_tokens_per_microbatch", "alignment", "document_alignment", *counts):
             self._require_integer(name, 1)
         for name in ("global_batch_size", "global_batch_tokens", "max_documents_per_microbatch", "max_sum_squares_per_microbatch"):
@@ -95,9 +105,15 @@ class PlanConfig:
                 f"exactly one of global_batch_size ({self.global_batch_size}) and global_batch_tokens "
                 f"({self.global_batch_tokens}) must be given: otherwise the end of a step is not defined"
             )
-        for name, allowed in (("oversize", OVERSIZE_POLICIES), ("document_order", DOCUMENT_ORDERS)):
+        for name, allowed in (("oversize", OVERSIZE_POLICIES), ("document_order", DOCUMENT_ORDERS), ("microbatching", MICROBATCHINGS)):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}")
+        capped = (self.max_documents_per_microbatch, self.max_sum_squares_per_microbatch) != (None, None)
+        if self.microbatching == "concat-chunk" and (capped or self.oversize != "split"):
+            raise PlanError(
+                f"microbatching='concat-chunk' cuts documents every B tokens, so oversize={self.oversize!r} and caps on documents or squares "
+                "would not be kept; use oversize='split' and no such cap"
+            )
         if self.length_window > MOST_WINDOW:
             raise PlanError(
                 f"length_window={self.length_window} is above {MOST_WINDOW}: sorting so many documents at once would take more than 64 MiB "

@@ -38,6 +38,10 @@ class MicrobatchPlan:
     """Longest padded segment."""
     cost: float
     """By the plan's cost model; 0 for a filler."""
+    joined: bool = False
+    """One segment that goes on from piece to piece: positions, attention and labels cross them ("concat-chunk")."""
+    following: Piece | None = None
+    """Of a joined microbatch: the piece that the step's stream goes on with; its first token is the last label."""
 
     @property
     def is_filler(self) -> bool:

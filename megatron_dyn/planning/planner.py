@@ -15,6 +15,7 @@ Known are a restored position, the steps after planned ones, and marks that scan
 """
 
 import bisect
+import dataclasses
 import hashlib
 import json
 import threading
@@ -76,6 +77,8 @@ class Planner:
         self._digest_seed = hashlib.sha256(
             json.dumps({"corpus": self.fingerprint, "plan": config.to_dict()}, sort_keys=True).encode()
         ).digest()
+        self._longest = min(found.longest, config.longest_piece)
+        self._dynamic = dataclasses.replace(config, microbatching="dynamic")
         self._windows = Windows(lengths, found, config)
         self._kept: OrderedDict[tuple[int, int], Window] = OrderedDict()
         self._marks: list[tuple[int, StepPosition]] = [(0, StepPosition(0, 0, 0, 0))]  # rising
@@ -170,7 +173,7 @@ class Planner:
         position, following, documents, end = self._step(step)
         is_last = following.epoch != position.epoch
 
-        def divided(*, even: bool) -> StepPlan:
+        def divided(config: PlanConfig, *, even: bool) -> StepPlan:
             pieces = cut_documents(
                 documents,
                 self.lengths[documents].astype(np.int64),
@@ -183,18 +186,22 @@ class Planner:
                 epoch=position.epoch,
                 documents=documents,
                 pieces=pieces,
-                config=self.config,
+                config=config,
+                longest=self._longest,
                 digest_seed=self._digest_seed,
                 empty_documents=self.counts.empty_documents if step == position.epoch_first_step else 0,
                 drop_last_documents=self.num_documents - end if is_last else 0,
             )
 
-        plan = divided(even=True)
+        fixed = self.config.microbatching != "dynamic"
+        if fixed and (self.config.microbatching == "concat-chunk" or self._longest < self.config.longest_piece):
+            return divided(self.config, even=True)  # nothing is cut, or not here
+        plan, even = divided(self._dynamic, even=True), True
         if plan.stats.split_documents and plan.stats.microbatches > self._fewest_microbatches(plan.stats.tokens):
-            full = divided(even=False)
+            full = divided(self._dynamic, even=False)
             if full.num_microbatches < plan.num_microbatches:
-                return full
-        return plan
+                plan, even = full, False
+        return divided(self.config, even=even) if fixed else plan  # whatever the grouping, the pieces are the same
 
     def documents(self, step: int) -> np.ndarray:
         """Ids of a step's documents in the order of the epoch, int64 [n], without dividing them: `plan(step).documents`.

@@ -35,6 +35,7 @@ class Survey:
     documents: int
     tokens: int = 0
     empty: int = 0
+    longest: int = 0
     oversize: int = 0
     """Documents above the budget."""
     oversize_tokens: int = 0
@@ -91,6 +92,7 @@ def survey(lengths: np.ndarray, *, budget: int, fingerprint: bool) -> Survey:
         if least == 0:
             sizes -= np.bincount(np.flatnonzero(chunk == 0) // block, minlength=len(sizes))
         counts[first : first + len(sizes)] = sizes
+        found.longest = max(found.longest, most)
         if most > budget:
             above = np.flatnonzero(chunk > budget)
             found.oversize += len(above)

@@ -45,7 +45,7 @@ MEGATRON_SPELLINGS: dict[str, tuple[str, object]] = {
 
 # Megatron-LM's flags that cannot mean anything here, or not yet: refused with the way out instead of "unrecognized".
 REFUSED: dict[str, str] = {
-    "micro_batch_size": "microbatches are packed up to a token budget instead: --max-tokens-per-microbatch",
+    "micro_batch_size": "microbatches are packed up to a token budget instead: --max-tokens-per-microbatch (or --microbatching fixed-count)",
     "seq_length": "T differs from microbatch to microbatch: --max-tokens-per-microbatch sets the budget, "
     "--max-position-embeddings the table of learned positions",
     "rampup_batch_size": "every step is planned from one global batch: --global-batch-size or --global-batch-tokens",

@@ -112,8 +112,9 @@ class _RandomDocuments:
 
 def microbatch_of(lengths: list[int], run: RunConfig, vocab_size: int) -> PackedMicrobatch:
     """One microbatch with exactly these documents, on the compute device."""
-    changes = dict(global_batch_size=len(lengths), global_batch_tokens=None, document_order="sequential", microbatch_multiple=1)
-    config = run.plan_config(data_parallel_size=1, max_documents_per_microbatch=None, max_sum_squares_per_microbatch=None, **changes)
+    batch = dict(global_batch_size=len(lengths), global_batch_tokens=None, document_order="sequential", microbatching="dynamic")
+    caps = dict(max_documents_per_microbatch=None, max_sum_squares_per_microbatch=None, microbatch_multiple=1)
+    config = run.plan_config(data_parallel_size=1, **batch, **caps)
     plan = Planner(np.asarray(lengths), config).plan(0)
     built = build_microbatch(plan.microbatches[0][0], _RandomDocuments(lengths, vocab_size), step=0, index=0)
     return built.to(device.compute_device())

@@ -155,8 +155,13 @@ class DataConfig:
     cost_file: str | None = None
     """Measured cost of tokens and attention to balance by (python -m megatron_dyn calibrate; none: the model's operations)."""
 
-    pad_microbatches_to_capacity: bool = False
-    """Pad every microbatch to the token budget, as with a constant shape: for comparisons, since the padding is computed too."""
+    microbatching: Literal["dynamic", "packed-fixed", "fixed-count", "pad-to-max", "concat-chunk"] = "dynamic"
+    """How a step's documents become microbatches of at most B tokens; the others are for comparison. packed-fixed: as planned, padded to B;
+    fixed-count: --documents-per-microbatch documents in order, padded to their longest; pad-to-max: each padded to the corpus's longest, at most B;
+    concat-chunk: joined and cut every B tokens, attention across them (other data)."""
+
+    documents_per_microbatch: int = 1
+    """Documents in a microbatch of --microbatching fixed-count; fewer where they would not fit into B when padded."""
 
     document_order: Literal["shuffle", "sequential", "length-window"] = "shuffle"
     """Order of the training documents within an epoch: seeded shuffle, as stored, or shuffled with documents of similar length together."""

@@ -53,7 +53,10 @@ class Inputs:
         self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
         self.validation_planner = None
         if run.training.eval_iters and self.splits.valid is not None:
-            settings = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, document_order="sequential", drop_last=False)
+            changes = dict(document_order="sequential", drop_last=False)
+            if self.plan_config.microbatching == "concat-chunk":
+                changes["microbatching"] = "dynamic"  # held-out losses of all ways are per document
+            settings = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, **changes)
             try:
                 self.validation_planner = Planner(self.splits.valid.lengths, settings, fingerprint=self.splits.valid.fingerprint)
             except PlanError as error:

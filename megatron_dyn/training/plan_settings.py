@@ -20,7 +20,7 @@ from megatron_dyn.training.model_config import ModelConfig, check_model_parallel
 DATA = (
     "data_path", "split", "vocab_size", "max_tokens_per_microbatch", "global_batch_size", "global_batch_tokens",
     "max_documents_per_microbatch", "max_sum_squares_per_microbatch",
-    "oversize", "drop_last", "token_bucket", "cost_file", "pad_microbatches_to_capacity", "document_order",
+    "oversize", "drop_last", "token_bucket", "cost_file", "microbatching", "documents_per_microbatch", "document_order",
 )  # fmt: skip
 PARALLEL = (
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
@@ -135,8 +135,6 @@ class PlanRequest:
             fp8=self.get("fp8") is not None,
             token_bucket=found.get("token_bucket", 1),
         )
-        if found.get("pad_microbatches_to_capacity"):
-            alignment = round_up(found["max_tokens_per_microbatch"], alignment)
         taken = {item.name for item in fields(PlanConfig)} - {"alignment", "cost", "microbatch_multiple", "data_parallel_size"}
         return PlanConfig(
             **{name: value for name, value in found.items() if name in taken},

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from megatron_dyn.pipeline.schedule import microbatch_multiple
 from megatron_dyn.planning import CostModel, PlanConfig, alignment_for
-from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.cost_file import read_cost_file
 from megatron_dyn.training.config import (
     CheckpointConfig,
@@ -107,8 +106,6 @@ class RunConfig:
             fp8=self.fp8.fp8 is not None,
             token_bucket=self.data.token_bucket,
         )
-        if self.data.pad_microbatches_to_capacity:
-            alignment = round_up(self.data.max_tokens_per_microbatch, alignment)
         settings = dict(
             max_tokens_per_microbatch=self.data.max_tokens_per_microbatch,
             global_batch_size=self.data.global_batch_size,
@@ -123,6 +120,8 @@ class RunConfig:
             microbatch_multiple=microbatch_multiple(
                 self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
             ),
+            microbatching=self.data.microbatching,
+            documents_per_microbatch=self.data.documents_per_microbatch,
             document_order=self.data.document_order,
             length_window=self.data.length_window,
             cost=self.cost_model(),

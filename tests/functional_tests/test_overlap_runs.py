@@ -50,7 +50,7 @@ def test_case_02_the_capacity_is_the_token_budget_rounded_up_and_the_log_says_it
 
 def test_a_run_padded_to_the_capacity_and_resumed_without_padding_goes_on_as_if_nothing_had_happened(corpus, without, tmp_path):
     settings = dict(**TP2, tp_comm_overlap=True, save=tmp_path / "checkpoints", load=tmp_path / "checkpoints")
-    for more in ({"exit_interval": 5, "pad_microbatches_to_capacity": True}, {}):
+    for more in ({"exit_interval": 5, "microbatching": "packed-fixed"}, {}):
         train(2, flags(corpus, run_dir=tmp_path / "run", **settings, **more), tmp_path)
     assert losses(tmp_path / "run") == pytest.approx(without, rel=1e-5)
     shapes = {record["iteration"]: set(record["T"]) for record in read_metrics(tmp_path / "run").steps}

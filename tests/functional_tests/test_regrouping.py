@@ -17,6 +17,9 @@ DIVISIONS = {
     "one document a microbatch": replace(STEP, packing={"max_documents_per_microbatch": 1}),
     "budget 1024, DP2": replace(STEP, budget=1024, dp=2),
     "one document a microbatch, TP2 SP": replace(STEP, packing={"max_documents_per_microbatch": 1}, tp=2, sp=True),
+    "packed-fixed, DP2": replace(STEP, budget=512, packing={"microbatching": "packed-fixed"}, dp=2),
+    "fixed-count, TP2 SP": replace(STEP, budget=512, packing={"microbatching": "fixed-count", "documents_per_microbatch": 3}, tp=2, sp=True),
+    "pad-to-max": replace(STEP, budget=512, packing={"microbatching": "pad-to-max"}),
     "budget 256, PP2 VPP2": replace(STEP, pp=2, vpp=2),
 }
 
@@ -49,3 +52,20 @@ def test_the_divisions_differ(divided):
     assert counts["one document a microbatch"] == len(LENGTHS)
     assert sorted(divided["one document a microbatch"][0].planned_T) == sorted(LENGTHS)
     assert max(divided["budget 1024"][0].planned_T) > 256
+    assert set(divided["packed-fixed, DP2"][0].planned_T) == {512}
+    assert set(divided["pad-to-max"][0].planned_T) == {512} and len(divided["pad-to-max"][0].planned_T) == len(LENGTHS) // 2
+    assert len(LENGTHS) / 3 <= len(divided["fixed-count, TP2 SP"][0].planned_T) < len(LENGTHS)
+
+
+def test_concat_chunk_trains_the_stream_of_a_step_cut_at_the_budget():
+    """A chunk of B tokens with labels for all of them is, for the reference, one document of B + 1 tokens."""
+    budget = 300
+    ranks = launch_scenario(replace(STEP, budget=budget, packing={"microbatching": "concat-chunk"}, dp=2))
+    stream = sum(STEP.documents, ())
+    chunks = tuple(stream[at : at + budget + 1] for at in range(0, len(stream), budget))
+    [expected] = reference_steps(LLAMA, (chunks,))
+    for [step] in ranks:
+        assert expected.loss_tokens == len(stream) - 1
+        assert abs(step.loss - expected.loss) / expected.loss <= LOSS_TOLERANCE
+        for name, gradient in step.gradients.items():
+            assert largest_difference(gradient, expected.gradients[name]) <= GRADIENT_TOLERANCE, name

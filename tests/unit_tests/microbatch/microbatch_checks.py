@@ -57,6 +57,7 @@ def hand_plan(lengths, pieces, *, alignment=1, T=None, slots=None):
         cu_seqlens_padded=np.concatenate(([0], np.cumsum(slots))).astype(np.int32),
         max_seqlen=max(slots),
         cost=float(T),
+        joined=False,
     )
 
 

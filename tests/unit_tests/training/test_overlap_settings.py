@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What --tp-comm-overlap and --fp8 refuse, before anything starts, and what follows from them."""
 
+import numpy as np
 import pytest
 
+from megatron_dyn.planning import Planner
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.config import ConfigError
 
@@ -95,5 +97,6 @@ def test_fp8_aligns_the_local_rows_of_every_rank():
 
 
 def test_padding_to_the_capacity_leaves_one_shape():
-    plan = parsed("--pad-microbatches-to-capacity", "--max-tokens-per-microbatch", "101").plan_config(data_parallel_size=1)
-    assert (plan.alignment, plan.capacity) == (104, 104)
+    config = parsed("--microbatching", "packed-fixed", "--max-tokens-per-microbatch", "101").plan_config(data_parallel_size=2)
+    plan = Planner(np.array([30, 20, 100]), config).plan(0)
+    assert config.capacity == 104 and {microbatch.T for rank in plan.microbatches for microbatch in rank} == {104}
