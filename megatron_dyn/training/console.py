@@ -62,6 +62,7 @@ class Interval:
         slots = sum(record.microbatches * record.max_tokens_per_microbatch for record in self.records)
         seconds = sum(record.step_time for record in self.records)
         microbatches = sum(record.microbatches for record in self.records) / count
+        bubble = last.extra.get("pipeline-bubble-measured", last.extra.get("pipeline-bubble"))
         return [
             ("lm loss", _number(loss, ".4f")),
             ("lr", f"{last.learning_rate:.2e}"),
@@ -69,6 +70,7 @@ class Interval:
             ("microbatches", f"{microbatches:.0f}" if microbatches == int(microbatches) else f"{microbatches:.1f}"),
             ("T", f"{T_min}/{T_mean:.0f}/{T_max}"),
             ("fill", f"{tokens / slots:.1%}"),
+            *([] if bubble is None else [("bubble", f"{bubble:.1%}")]),
             ("tokens/s", f"{tokens / seconds:,.0f}" if seconds > 0 else "-"),
             ("time", format_seconds(seconds / count)),
         ]

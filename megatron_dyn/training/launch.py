@@ -169,7 +169,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
             log.notice(f"iteration {progress['iteration']} is at or past --train-iters {run.training.train_iters}: nothing to train")
         trainer = Trainer(
             run,
-            stepper=Stepper(models, optimizer, scheduler),
+            stepper=Stepper(models, optimizer, scheduler, measure_waits=run.logging.measure_pipeline_bubble),
             corpus=inputs.splits.train,
             planner=inputs.planner,
             sampler=sampler,

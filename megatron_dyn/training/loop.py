@@ -18,6 +18,7 @@ from megatron_dyn.corpus import Corpus
 from megatron_dyn.microbatch import StepStream
 from megatron_dyn.pipeline.agreement import Agreement, AgreementError, LostRankError, losing_a_rank_during
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
+from megatron_dyn.training.bubble import BubbleMeter
 from megatron_dyn.training.checkpoint import CheckpointManager
 from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.evaluate import Evaluator, agree_on_next, parameters_gathered
@@ -77,6 +78,7 @@ class Trainer:
         self._saved_iteration = self.iteration
         self._evaluated_iteration = progress.get("evaluated_iteration")
         self._nonfinite_in_a_row = 0
+        self._bubble = BubbleMeter(run, first=log.enabled)
         self._stream = StepStream(
             sampler,
             corpus,
@@ -149,6 +151,7 @@ class Trainer:
         return False
 
     def _record(self, plan: StepPlan, outcome, learning_rate: float, step_time: float, data_time: float) -> StepRecord:
+        bubble = self._bubble.of_step(plan, self.stepper, iteration=self.iteration, step_time=step_time, computed=outcome is not None)
         changed = [text for override in self._position["overrides"] if override["step"] == plan.step for text in override["changed"]]
         return StepRecord.from_plan(
             plan,
@@ -163,7 +166,7 @@ class Trainer:
             consumed_tokens=self.consumed_tokens,
             consumed_documents=self.consumed_documents,
             skipped=outcome is None or not outcome.updated,
-            extra={"data-mismatch-overridden": changed} if changed else None,
+            extra=bubble | ({"data-mismatch-overridden": changed} if changed else {}),
         )
 
     def _evaluate(self, stop: StopRequest) -> None:

@@ -248,7 +248,7 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
     Returns:
         counts over all steps; `T_min`, `T_mean`, `T_max` over the microbatches that hold documents, `distinct_T`: how many
         different T were seen, fillers included; `loss_first`, `loss_last`: the first and last loss that is not null;
-        `imbalance`: mean over steps; `seconds`: sum of step times; `tokens_per_second`: median over steps.
+        `imbalance`, `pipeline_bubble`, `pipeline_bubble_measured`: mean over the steps that have it; `seconds`: sum of step times; `tokens_per_second`: median over steps.
         Values that do not exist (no step, no evaluation) are None.
     """
     steps = metrics.steps
@@ -270,6 +270,8 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         "fill": tokens / slots if slots else None,
         "slot_fill": tokens / sum(lengths) if lengths else None,
         "imbalance": statistics.fmean(step["imbalance"] for step in steps) if steps else None,
+        "pipeline_bubble": _mean(steps, "pipeline-bubble"),
+        "pipeline_bubble_measured": _mean(steps, "pipeline-bubble-measured"),
         "tokens": tokens,
         "loss_tokens": _total(steps, "num-loss-tokens"),
         "documents": _total(steps, "documents"),
@@ -287,6 +289,11 @@ def summarize(metrics: Metrics) -> dict[str, Any]:
         "tokens_per_second": statistics.median(step["tokens-per-second"] for step in steps) if steps else None,
         **{key.replace("-", "_"): sum(step.get(key, 0) for step in steps) for key in POLICY_COUNTS},
     }
+
+
+def _mean(steps: Iterable[Mapping[str, Any]], key: str) -> float | None:
+    found = [step[key] for step in steps if key in step]
+    return statistics.fmean(found) if found else None
 
 
 def _total(steps: Iterable[Mapping[str, Any]], key: str) -> Any:

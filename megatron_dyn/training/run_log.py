@@ -74,6 +74,8 @@ class TensorBoardSink:
             "T/min": record.T_min,
             "T/mean": record.T_mean,
             "T/max": record.T_max,
+            "pipeline-bubble": record.extra.get("pipeline-bubble"),
+            "pipeline-bubble-measured": record.extra.get("pipeline-bubble-measured"),
         }.items():
             self._scalar(tag, value, record.iteration)
 

@@ -129,6 +129,12 @@ class Stepper:
         """Learning rate of the next update."""
         return get_canonical_lr_for_logging(self.optimizer.param_groups)
 
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of the last forward and backward in which this pipeline stage waited for others, if measured. Wait for the device first."""
+        communicator = self.schedule.communicator
+        return communicator.waited_seconds() if communicator is not None else 0.0
+
     def forward_backward(self, microbatches: list[PackedMicrobatch], *, forward_only: bool) -> tuple[StepLoss, list[int]]:
         """All microbatches of one step; gradients, if wanted, are left in the DDP buffers, already divided by the step's loss tokens.
 
