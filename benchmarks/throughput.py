@@ -57,6 +57,8 @@ RECOMPUTE = {
 class Records:
     """Takes the place of the run's log: keeps the records of steps."""
 
+    enabled = False
+
     def __init__(self) -> None:
         self.steps: list = []
 
