@@ -28,9 +28,9 @@ from megatron.core import parallel_state
 import megatron_dyn
 from megatron_dyn import device
 from megatron_dyn.corpus import open_corpus
-from megatron_dyn.pipeline.agreement import Agreement
 from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
 from megatron_dyn.planning.config import MICROBATCHINGS
+from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.distributed import StopRequest, initialize, world_size_from_environment
 from megatron_dyn.training.inputs import layers_for, process_group_backend
@@ -98,7 +98,7 @@ class Harness:
             device.install_cpu_replacements()
         elif backend == "gloo":
             device.share_a_card_over_gloo()
-        self.agreement = Agreement(initialize(run.parallel, backend=backend, seed=run.training.seed))
+        initialize(run.parallel, backend=backend, seed=run.training.seed)
         config, chunks, _ = run_model(run, vocab_size=vocab_size, layers=layers, process_group_backend=backend)
         self.parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         self.models = wrap_models(chunks, config, run.parallel)
@@ -125,7 +125,7 @@ class Harness:
             sampler=TokenBudgetBatchSampler(planner, data_parallel_rank=rank),
             evaluator=None,
             checkpoints=None,
-            agreement=self.agreement,
+            **step_meetings(run, planner, corpus, 0),
             log=records,
             data_parallel_rank=rank,
             pad_token_id=0,

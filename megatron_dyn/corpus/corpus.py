@@ -10,6 +10,7 @@
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Sequence
 
 import numpy as np
@@ -28,10 +29,12 @@ class Corpus:
         weights: share of the tokens of an epoch each reader has; None: each document once.
         seed: of the selection for fractional passes of a blend.
         name: ``train``, ``valid`` or ``test``, for messages.
+        read_tokens: False where the readers give lengths only.
 
     Attributes:
         lengths: int64 [num_documents], tokens per document.
-        fingerprint: hex digest; changes when documents, their order, lengths, weights or split change, not when files move.
+        fingerprint: hex digest; changes when documents, their order, lengths, weights or split change, not when files move. Without
+            tokens it stands for the lengths only, until the owner sets the fingerprint that a process with tokens found.
 
     Raises:
         CorpusError: a reader has no tokens in its range.
@@ -45,6 +48,7 @@ class Corpus:
         weights: Sequence[float] | None = None,
         seed: int = 1234,
         name: str = "train",
+        read_tokens: bool = True,
     ) -> None:
         self.name = name
         self.weights = None if weights is None or len(readers) == 1 else list(weights)
@@ -64,7 +68,15 @@ class Corpus:
         for i, reader in enumerate(readers):
             mine = self._corpus_of == i
             self.lengths[mine] = reader.lengths[self._document_of[mine]]
-        self.fingerprint = self._fingerprint()
+        self.fingerprint: str = self._fingerprint() if read_tokens else self.lengths_fingerprint
+
+    @cached_property
+    def lengths_fingerprint(self) -> str:
+        """Hex digest of the documents' order and lengths alone: also without tokens."""
+        digest = hashlib.blake2b(digest_size=16)
+        for numbers in (self._corpus_of, self._document_of, self.lengths):
+            digest.update(np.ascontiguousarray(numbers, "<i8"))
+        return digest.hexdigest()
 
     def _fingerprint(self) -> str:
         facts = {
@@ -131,7 +143,7 @@ class CorpusSplits:
 
 
 def open_corpus(
-    data_path: Sequence[str], *, split: str = "98,2", seed: int = 1234, vocab_size: int | None = None
+    data_path: Sequence[str], *, split: str = "98,2", seed: int = 1234, vocab_size: int | None = None, read_tokens: bool = True
 ) -> CorpusSplits:
     """Opens one corpus or a blend, split by document.
 
@@ -140,6 +152,7 @@ def open_corpus(
         split: shares of train, valid and, if a third is given, documents set aside as test; contiguous by document number.
         seed: of the selection for fractional passes of a blend.
         vocab_size: ids must be below it.
+        read_tokens: False opens the ``.idx`` files only: lengths without tokens.
 
     Raises:
         CorpusError: an argument or a file is wrong, or a split with a share would be empty.
@@ -151,12 +164,12 @@ def open_corpus(
     opened: dict[str, IndexedReader] = {}
     for prefix in blend.prefixes:
         if prefix not in opened:
-            opened[prefix] = IndexedReader(prefix, vocab_size=vocab_size)
+            opened[prefix] = IndexedReader(prefix, vocab_size=vocab_size, read_tokens=read_tokens)
     readers = [opened[prefix] for prefix in blend.prefixes]
     ranges = [split_ranges(len(reader), shares, reader.prefix) for reader in readers]
     report = [
         f"{reader.prefix}: {len(reader)} documents, {reader.num_tokens} tokens, {reader.dtype.name}, "
-        f"{'all ids checked' if reader.scanned else 'ids checked when read (above 1 GiB)'}"
+        f"{'all ids checked' if reader.scanned else 'ids checked when read (above 1 GiB)' if read_tokens else 'lengths only'}"
         for reader in opened.values()
     ]
     corpora: dict[str, Corpus | None] = {}
@@ -164,6 +177,6 @@ def open_corpus(
         corpora[name] = None
         if shares[i] > 0:
             parts = [found[i] for found in ranges]
-            corpora[name] = Corpus(readers, parts, weights=blend.weights, seed=seed, name=name)
+            corpora[name] = Corpus(readers, parts, weights=blend.weights, seed=seed, name=name, read_tokens=read_tokens)
             report += corpora[name].report()
     return CorpusSplits(report=report, **corpora)

@@ -60,10 +60,10 @@ def _open_size(path: Path, prefix: str) -> int:
         raise CorpusError(f"{path}: cannot be opened ({error.strerror}); {hint}") from error
 
 
-def _read_index(prefix: str) -> _Index:
+def _read_index(prefix: str, *, tokens: bool) -> _Index:
     path, tokens_path = idx_path(prefix), bin_path(prefix)
     size = _open_size(path, prefix)
-    bin_size = _open_size(tokens_path, prefix)
+    bin_size = _open_size(tokens_path, prefix) if tokens else None
     if size < HEADER.size:
         _refuse(path, "file size", f"{size} bytes", f"at least the {HEADER.size} bytes of a header")
     try:
@@ -107,8 +107,8 @@ def _read_index(prefix: str) -> _Index:
     return index
 
 
-def _check_sequences(path: Path, index: _Index, tokens_path: Path, bin_size: int) -> None:
-    """Lengths are not negative, pointers are their running sum in bytes, and the sum is the size of .bin."""
+def _check_sequences(path: Path, index: _Index, tokens_path: Path, bin_size: int | None) -> None:
+    """Lengths are not negative, pointers are their running sum in bytes, and the sum is the size of .bin (unless None)."""
     expected_pointer = 0
     for start in range(0, len(index.lengths), CHECK_CHUNK):
         lengths = index.lengths[start : start + CHECK_CHUNK].astype(np.int64)
@@ -127,8 +127,12 @@ def _check_sequences(path: Path, index: _Index, tokens_path: Path, bin_size: int
             hint = "The writer's byte offsets wrapped at 2^31: preprocess again" if wrapped else ""
             _refuse(path, f"pointer of sequence {start + at}", found, f"{right} bytes", hint)
         expected_pointer = int(ends[-1])
-        if expected_pointer > bin_size:  # here, not at the end: keeps the running sum far from 2^63
+        if expected_pointer > (2**62 if bin_size is None else bin_size):  # here, not at the end: keeps the running sum far from 2^63
             break
+    if bin_size is None:
+        if not 0 < expected_pointer <= 2**62:
+            _refuse(path, "sum of the lengths", f"{expected_pointer} bytes", "at least one token, and less than 2^62 bytes")
+        return
     if expected_pointer != bin_size:
         least = "" if start + CHECK_CHUNK >= len(index.lengths) else "at least "
         _refuse(
@@ -163,6 +167,7 @@ class IndexedReader:
         prefix: path without ``.bin``/``.idx``.
         vocab_size: token ids must be below it; None: only negative ids are refused.
         scan: look at every token now. None: only when ``.bin`` is at most 1 GiB. Ids are checked on each read anyway.
+        read_tokens: False: only lengths are wanted, and the ``.bin`` is not opened and need not exist (another rank reads it).
 
     Attributes:
         lengths: int64 [num_documents], tokens per document; 0 is legal.
@@ -173,20 +178,20 @@ class IndexedReader:
         CorpusError: whatever is wrong with the files, naming the file, the entry, the value found and the one expected.
     """
 
-    def __init__(self, prefix: str | os.PathLike, *, vocab_size: int | None = None, scan: bool | None = None) -> None:
+    def __init__(self, prefix: str | os.PathLike, *, vocab_size: int | None = None, scan: bool | None = None, read_tokens: bool = True) -> None:
         self.prefix = os.fspath(prefix)
         self.vocab_size = vocab_size
-        index = _read_index(self.prefix)
+        index = _read_index(self.prefix, tokens=read_tokens)
         self.dtype = index.dtype
         self.modes = index.modes
         self._index = index
-        self._tokens = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
-        self.num_tokens = len(self._tokens)
+        self._tokens = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r") if read_tokens else None
+        self.num_tokens = len(self._tokens) if read_tokens else int(index.lengths.sum(dtype=np.int64))
         # Sequences lie in .bin without gaps, so a document is one contiguous run of tokens.
         ends = np.append(index.pointers, self.num_tokens * self.dtype.itemsize)
         self._starts = ends[index.document_indices] // self.dtype.itemsize  # [D + 1] int64
         self.lengths = np.diff(self._starts)
-        self.scanned = self._tokens.nbytes <= SCAN_AT_OPEN_BYTES if scan is None else scan
+        self.scanned = read_tokens and (self._tokens.nbytes <= SCAN_AT_OPEN_BYTES if scan is None else scan)
         if self.scanned:
             self.check_vocabulary()
 
@@ -208,6 +213,8 @@ class IndexedReader:
         Raises:
             CorpusError: the slice is not inside the document, or an id is outside the vocabulary.
         """
+        if self._tokens is None:
+            raise CorpusError(f"{self.describe(document)}: this process was told to read lengths only, no tokens")
         if not 0 <= document < len(self.lengths):
             raise CorpusError(f"{self.prefix}: there is no document {document}; it has documents 0 to {len(self.lengths) - 1}")
         size = int(self.lengths[document])

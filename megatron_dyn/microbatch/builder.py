@@ -13,7 +13,7 @@ microbatch with another T than its peers' would hang them in the next collective
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Sequence
 
 import numpy as np
 import torch
@@ -46,7 +46,13 @@ def check_pad_token_id(pad_token_id: int) -> int:
 
 
 def build_microbatch(
-    plan: MicrobatchPlan, corpus: Corpus, *, pad_token_id: int = 0, step: int, index: int
+    plan: MicrobatchPlan,
+    corpus: Corpus,
+    *,
+    pad_token_id: int = 0,
+    step: int,
+    index: int,
+    segments: Sequence[np.ndarray] | None = None,
 ) -> PackedMicrobatch:
     """Reads the pieces of ``plan`` and lays them out in T rows, on the CPU.
 
@@ -60,6 +66,7 @@ def build_microbatch(
         pad_token_id: token id of padding rows, at least 0.
         step: the optimizer step, for messages and the log.
         index: the microbatch's place in its rank's part of the step.
+        segments: ids of each segment where another rank has read them (`segment_sizes` of them); None reads ``corpus``.
 
     Returns:
         The microbatch; shapes and dtypes as at the top of ``packed.py``.
@@ -77,10 +84,8 @@ def build_microbatch(
     positions_T = np.zeros(T, dtype=np.int64)
     mask_T = np.zeros(T, dtype=np.float32)
     counter = np.arange(T, dtype=np.int64)
-    if plan.joined:
-        segments = [_read_joined(plan, corpus, where)]
-    else:
-        segments = (_read(piece, corpus, where) for piece in plan.pieces)
+    if segments is None:
+        segments = [_read_joined(plan, corpus, where)] if plan.joined else (_read(piece, corpus, where) for piece in plan.pieces)
     for first_row, length, ids in zip(plan.cu_seqlens_padded.tolist(), np.diff(plan.cu_seqlens).tolist(), segments):
         labelled = len(ids) - 1
         tokens_T[first_row : first_row + length] = ids[:length]
@@ -115,6 +120,18 @@ def build_microbatch(
         step=step,
         index=index,
     )
+
+
+def segment_sizes(plan: MicrobatchPlan, lengths: np.ndarray) -> list[int]:
+    """Ids that are read for each segment: its tokens, and one more where the last of them has a label.
+
+    Args:
+        plan: of the microbatch.
+        lengths: of the corpus's documents, integer [num_documents].
+    """
+    if plan.joined:
+        return [sum(piece.length for piece in plan.pieces) + (plan.following is not None)]
+    return [length + int(start + length < lengths[document]) for document, start, length in plan.pieces]
 
 
 def _read_joined(plan: MicrobatchPlan, corpus: Corpus, where: str) -> np.ndarray:

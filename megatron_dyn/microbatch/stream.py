@@ -32,7 +32,13 @@ _JOIN_SECS = 5.0
 
 
 class StreamError(RuntimeError):
-    """The background thread failed, died or stands still; the message names it and the step it was at."""
+    """The background thread failed, died or stands still; the message names it and the step it was at.
+
+    Attributes:
+        plan: the plan of the step that could not be built; None where not even that could be made.
+    """
+
+    plan: StepPlan | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,6 +68,7 @@ class StepStream:
         prefetch_steps: steps that may be ready or in the making beyond the one handed out. 0 builds in the caller's thread.
         prefetch_microbatches: microbatches that may wait; the next step is always built to its end, whatever its size.
         timeout_secs: longest wait for one step before the thread is declared stuck.
+        plans_only: hand out plans without microbatches: another rank reads the tokens.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class StepStream:
         prefetch_steps: int = 2,
         prefetch_microbatches: int = 64,
         timeout_secs: float = 600.0,
+        plans_only: bool = False,
     ) -> None:
         if data_parallel_rank < 0:
             raise ValueError(f"data_parallel_rank is {data_parallel_rank}: it would take another rank's part of the step")
@@ -90,9 +98,10 @@ class StepStream:
         self._rank = data_parallel_rank
         self._pad_token_id = check_pad_token_id(pad_token_id)
         self._device = compute_device() if device is None else torch.device(device)
-        self._prefetch_steps = prefetch_steps
+        self.prefetch_steps = prefetch_steps
         self._prefetch_microbatches = prefetch_microbatches
         self._timeout_secs = timeout_secs
+        self._plans_only = plans_only
 
         self.last_wait_secs = 0.0
         """Seconds that the last ``next()`` waited for the thread; near 0 when reading ahead keeps up."""
@@ -118,19 +127,26 @@ class StepStream:
                 it again: a step is never skipped.
             RuntimeError: the stream is closed.
         """
-        if self._closed:
-            raise RuntimeError("this StepStream is closed; make a new one from a sampler with the saved state")
         began = time.monotonic()
-        if self._prefetch_steps == 0:
-            self._build_in_the_foreground()
-        elif self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self.worker_name, daemon=True)
-            self._thread.start()
-            atexit.register(self.close)  # a thread that is cut off inside torch at the interpreter's end can abort the process
-        step = self._take()
+        step = self._take(hand_out=True)
         self.last_wait_secs = time.monotonic() - began
         self._state = step.state_after
-        return step.plan, [microbatch.to(self._device, non_blocking=True) for microbatch in step.microbatches]
+        return step.plan, self.to_device(step.microbatches)
+
+    def to_device(self, microbatches: list[PackedMicrobatch]) -> list[PackedMicrobatch]:
+        """Copies built microbatches to where this stream hands them out, on the caller's current stream."""
+        return [microbatch.to(self._device, non_blocking=True) for microbatch in microbatches]
+
+    def peek(self) -> tuple[StepPlan, list[PackedMicrobatch]]:
+        """Waits for the step that ``next()`` will hand out, and returns it as it lies ready: on the CPU.
+
+        May be called from another thread than ``next()``, not at the same time.
+
+        Raises:
+            As ``next()``.
+        """
+        step = self._take(hand_out=False)
+        return step.plan, step.microbatches
 
     def __iter__(self) -> StepStream:
         return self
@@ -157,7 +173,16 @@ class StepStream:
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    def _take(self) -> _Ready:
+    def _take(self, *, hand_out: bool) -> _Ready:
+        if self._closed:
+            raise RuntimeError("this StepStream is closed; make a new one from a sampler with the saved state")
+        if self.prefetch_steps == 0:
+            if not self._ready:
+                self._build_in_the_foreground()
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self.worker_name, daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # a thread that is cut off inside torch at the interpreter's end can abort the process
         deadline = time.monotonic() + self._timeout_secs
         with self._changed:
             while not (self._ready and self._ready[0].complete):
@@ -170,15 +195,19 @@ class StepStream:
                 if time.monotonic() > deadline:
                     raise self._failure(f"has made nothing for {self._timeout_secs:g} s while {self._doing}; it stands at {self._whereabouts()}")
                 self._changed.wait(min(_LIVENESS_SECS, self._timeout_secs))
+            if not hand_out:
+                return self._ready[0]
             step = self._ready.popleft()
             self._changed.notify_all()
             return step
 
     def _failure(self, what: str) -> StreamError:
-        return StreamError(
+        error = StreamError(
             f"{self.worker_name} (data-parallel rank {self._rank}) {what}. This rank has no next step and stops, rather than leave the "
             "others waiting in a collective; resume from the last checkpoint once the cause is gone"
         )
+        error.plan = self._ready[0].plan if self._ready else None
+        return error
 
     def _whereabouts(self) -> str:
         frame = sys._current_frames().get(self._thread.ident)
@@ -224,7 +253,7 @@ class StepStream:
                 f"step {plan.step} is planned for {len(plan.microbatches)} data-parallel ranks, this is rank {self._rank}: "
                 "set PlanConfig.data_parallel_size to the size of the group"
             )
-        mine = plan.microbatches[self._rank]
+        mine = () if self._plans_only else plan.microbatches[self._rank]
         for index, planned in enumerate(mine):
             self._doing = f"building step {plan.step}, microbatch {index + 1} of {len(mine)}"
             if not self._wait_for_room(new_step=False):
@@ -245,9 +274,9 @@ class StepStream:
             return not self._closed
 
     def _has_room(self, new_step: bool) -> bool:
-        if self._prefetch_steps == 0:
+        if self.prefetch_steps == 0:
             return True
-        if new_step and len(self._ready) >= self._prefetch_steps:
+        if new_step and len(self._ready) >= self.prefetch_steps:
             return False
         next_is_complete = bool(self._ready) and self._ready[0].complete
         return not next_is_complete or sum(len(step.microbatches) for step in self._ready) < self._prefetch_microbatches

@@ -172,6 +172,12 @@ class DataConfig:
     prefetch_steps: int = 2
     """Steps whose plan and tensors are made ahead in the background."""
 
+    data_broadcast: bool = False
+    """Only the first rank of each tensor-parallel group reads tokens and gives them to the others, which need the .idx files only."""
+
+    check_batch_content: bool = False
+    """Compare checksums of the tokens that the ranks of one model copy read, each step before it runs."""
+
     def __post_init__(self) -> None:
         require(bool(self.data_path), "no --data-path: give the prefix of a .bin/.idx pair (python -m megatron_dyn preprocess writes one)")
         require(

@@ -3,12 +3,14 @@
 
 import os
 import signal
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_dyn import device
+from megatron_dyn.pipeline.handshake import open_store, shake_hands
 from megatron_dyn.training.config import ConfigError, ParallelConfig
 
 
@@ -26,8 +28,34 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank_from_environment() -> int:
+    """This process's number among them; 0 without a launcher."""
+    return int(os.environ["RANK"]) if "WORLD_SIZE" in os.environ else 0
+
+
+def meet_ranks(parallel: ParallelConfig, *, backend: str, facts: Mapping[str, object]) -> dict[str, str]:
+    """Compare what all ranks are about to run (`shake_hands`), then make the group of all of them.
+
+    Args:
+        parallel: The time-out.
+        backend: "nccl" or "gloo".
+        facts: Name -> value, equal on all ranks.
+
+    Returns:
+        The facts of rank 0.
+
+    Raises:
+        AgreementError: On every rank: they differ.
+    """
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    store, rank, world = open_store(timeout)
+    of_rank_0 = shake_hands(store, rank, world, facts, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    return of_rank_0
+
+
 def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.ProcessGroup | None:
-    """Make the process groups and seed every generator.
+    """Make the process groups and seed every generator; the group of all ranks too, unless `meet_ranks` has made it.
 
     Args:
         parallel: Sizes and time-out.
@@ -38,10 +66,9 @@ def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.Pro
         A group of all ranks that moves CPU tensors (None: the default group does).
     """
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if not dist.is_initialized():
+        store, rank, world = open_store(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -51,6 +78,20 @@ def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.Pro
     # Pipeline stages part by 100 (as in Megatron-LM) so that their dropout differs; data-parallel ranks share seeds.
     device.seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     return None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+
+
+def tensor_parallel_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of the ranks of this rank's tensor-parallel group, for a thread of its own. A collective of all ranks.
+
+    The groups are enumerated from the rank numbers, as Megatron-Core makes them: tensor parallelism counts first.
+    """
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    mine = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout)
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
 
 
 class StopRequest:

@@ -13,9 +13,12 @@ import torch
 
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus
-from megatron_dyn.microbatch import PackedMicrobatch, StepStream
-from megatron_dyn.pipeline.agreement import Agreement, losing_a_rank_during
-from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
+from megatron_dyn.microbatch import StepStream
+from megatron_dyn.microbatch.shared_tokens import TokenBroadcast
+from megatron_dyn.pipeline.agreement import losing_a_rank_during
+from megatron_dyn.pipeline.plan_agreement import PlanAgreement
+from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
+from megatron_dyn.training.agreed_steps import AgreedSteps
 from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.step import Stepper
 
@@ -46,8 +49,10 @@ class Evaluator:
         steps: Steps of one evaluation; at most one pass over the documents.
         data_parallel_rank: This rank's part.
         pad_token_id: Token id of padding rows.
-        agreement: Compares each step's plan over the ranks before it runs, as in training.
+        agreement: Compares each step's plan over the ranks before it runs, as in training; in a group of its own, because the
+            training steps that follow are agreed on meanwhile.
         timeout_secs: Longest wait for a step's data.
+        tokens: Shares the tokens that one rank reads, in a group of its own too; None where every rank reads.
     """
 
     def __init__(
@@ -58,8 +63,9 @@ class Evaluator:
         steps: int,
         data_parallel_rank: int,
         pad_token_id: int,
-        agreement: Agreement,
+        agreement: PlanAgreement,
         timeout_secs: float = 300.0,
+        tokens: TokenBroadcast | None = None,
     ):
         self._corpus = corpus
         self._planner = planner
@@ -68,6 +74,7 @@ class Evaluator:
         self._pad = pad_token_id
         self._agreement = agreement
         self._timeout_secs = timeout_secs
+        self._tokens = tokens
 
     def evaluate(self, stepper: Stepper, stop: StopRequest | None = None) -> Evaluation | None:
         """Run the validation documents through the model; dropout is off and no random number is drawn.
@@ -94,10 +101,14 @@ class Evaluator:
                 pad_token_id=self._pad,
                 device=where,
                 timeout_secs=self._timeout_secs,
+                plans_only=self._tokens is not None and not self._tokens.reads,
             )
-            with stream:
+            steps = AgreedSteps(
+                stream, self._agreement, name=lambda step: f"step {step} of the evaluation", stop=stop, tokens=self._tokens
+            )
+            with stream, steps:
                 for step in range(self.steps):
-                    agreed = agree_on_next(stream, self._agreement, f"step {step + 1} of the evaluation", stop)
+                    agreed = steps.next(more=step + 1 < self.steps)
                     if agreed is None:
                         return None
                     plan, microbatches = agreed
@@ -112,33 +123,6 @@ class Evaluator:
             documents=documents,
             seconds=time.perf_counter() - started,
         )
-
-
-def agree_on_next(
-    stream: StepStream, agreement: Agreement, what: str, stop: StopRequest | None
-) -> tuple[StepPlan, list[PackedMicrobatch]] | None:
-    """Take the next step from the stream and meet all ranks before any of them computes.
-
-    Args:
-        stream: Where the step comes from.
-        agreement: Compares its plan; tells the others if this rank has none.
-        what: Names the step in messages.
-        stop: Whether this rank was asked to stop.
-
-    Returns:
-        The plan and this rank's microbatches; None where any rank was asked to stop (the step is given up).
-
-    Raises:
-        AgreementError: On every rank.
-    """
-    plan, microbatches, failure = None, [], None
-    try:
-        plan, microbatches = stream.next()
-    except Exception as error:  # whatever it is, the other ranks must hear of it before anybody raises
-        failure = error
-    requested = stop is not None and stop.requested
-    agreed = agreement.check(what, "" if plan is None else plan.digest, error=failure, stop_requested=requested)
-    return None if agreed.stop_requested else (plan, microbatches)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from megatron_dyn.corpus import CorpusSplits, open_corpus
 from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
 from megatron_dyn.planning import Planner, PlanError
 from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.distributed import world_size_from_environment
+from megatron_dyn.training.distributed import rank_from_environment, world_size_from_environment
 from megatron_dyn.training.folders import require_continuation, require_writable
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.userbuffers.choice import choose_backend
@@ -44,23 +44,39 @@ class Inputs:
         self.vocab_size: int = tokenizer.vocab_size if tokenizer else data.vocab_size
         specials = (tokenizer.pad, tokenizer.eod) if tokenizer else ()
         self.pad_token_id = next((token for token in specials if token is not None), 0)
-        self.splits: CorpusSplits = open_corpus(data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size)
+        # Tensor parallelism counts ranks first, so that the first of each group is a multiple of its size.
+        self.broadcasts_tokens = data.data_broadcast
+        self.reads_tokens = not data.data_broadcast or rank_from_environment() % run.parallel.tensor_model_parallel_size == 0
+        self.splits: CorpusSplits = open_corpus(
+            data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size, read_tokens=self.reads_tokens
+        )
         self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
         cost = run.cost_model(self.vocab_size)
         self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
+        changes = dict(document_order="sequential", drop_last=False)
+        if self.plan_config.microbatching == "concat-chunk":
+            changes["microbatching"] = "dynamic"  # held-out losses of all ways are per document
+        self._validation_plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, **changes)
         if self.splits.train is None:
             raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
+        self._make_planners(run)
+
+    def adopt_fingerprints(self, run: RunConfig, *, training: str, validation: str) -> None:
+        """Take over what a rank that reads tokens found, so that this rank's plans have the same digests. The lengths are known to be equal."""
+        self.splits.train.fingerprint = training
+        if self.splits.valid is not None:
+            self.splits.valid.fingerprint = validation
+        self._make_planners(run)
+
+    def _make_planners(self, run: RunConfig) -> None:
         self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
         self.validation_planner = None
         if run.training.eval_iters and self.splits.valid is not None:
-            changes = dict(document_order="sequential", drop_last=False)
-            if self.plan_config.microbatching == "concat-chunk":
-                changes["microbatching"] = "dynamic"  # held-out losses of all ways are per document
-            settings = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, **changes)
+            valid = self.splits.valid
             try:
-                self.validation_planner = Planner(self.splits.valid.lengths, settings, fingerprint=self.splits.valid.fingerprint)
+                self.validation_planner = Planner(valid.lengths, self._validation_plan_config, fingerprint=valid.fingerprint)
             except PlanError as error:
-                raise PlanError(f"the validation documents (--split {data.split}) cannot be planned: {error}") from error
+                raise PlanError(f"the validation documents (--split {run.data.split}) cannot be planned: {error}") from error
 
 
 def layers_for(run: RunConfig) -> str:

@@ -6,7 +6,6 @@ Everything that can be refused without other ranks is refused before a process g
 
 import contextlib
 import importlib.util
-import json
 import sys
 import traceback
 
@@ -21,11 +20,13 @@ from megatron_dyn.corpus import CorpusError
 from megatron_dyn.microbatch import StreamError
 from megatron_dyn.pipeline.agreement import Agreement, AgreementError
 from megatron_dyn.planning import PlanError, TokenBudgetBatchSampler
+from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
 from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.distributed import StopRequest, initialize, world_size_from_environment
+from megatron_dyn.training.distributed import StopRequest, initialize, meet_ranks, world_size_from_environment
 from megatron_dyn.training.evaluate import Evaluator
+from megatron_dyn.training.facts import TRAINING_DOCUMENTS, VALIDATION_DOCUMENTS, run_facts
 from megatron_dyn.training.folders import FolderLocks
 from megatron_dyn.training.inputs import Inputs
 from megatron_dyn.training.loop import Trainer
@@ -90,11 +91,11 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         device.install_cpu_replacements()
     elif inputs.process_group_backend == "gloo":
         device.share_a_card_over_gloo()
+    facts = run_facts(run, inputs)
+    of_rank_0 = meet_ranks(run.parallel, backend=inputs.process_group_backend, facts=facts)
+    if not inputs.reads_tokens:
+        inputs.adopt_fingerprints(run, training=of_rank_0[TRAINING_DOCUMENTS], validation=of_rank_0[VALIDATION_DOCUMENTS])
     agreement = Agreement(initialize(run.parallel, backend=inputs.process_group_backend, seed=run.training.seed))
-    facts = {f"{section}.{name}": value for section, values in run.as_dict().items() for name, value in values.items()}
-    # What the file of the table says counts, not where it lies.
-    facts |= {"overlap.tp_comm_overlap_cfg": run.overlap.table}
-    facts |= {"documents": inputs.splits.train.fingerprint, "megatron_dyn": megatron_dyn.__version__, "torch": torch.__version__}
     locks, failure = None, None
     try:
         locks = FolderLocks(inputs.folders) if dist.get_rank() == 0 else None
@@ -107,7 +108,6 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     except (NativeBuildError, OSError) as error:
         failure = error
     agreement.check("the UserBuffers extension", extension, error=failure)
-    agreement.check("the settings and the documents", json.dumps(facts, sort_keys=True, default=str))
 
     rank = parallel_state.get_data_parallel_rank()
     config, chunks, overlap = run_model(
@@ -134,6 +134,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         elif run.checkpoint.load:
             resumed = f"no checkpoint in {run.checkpoint.load}: starting from iteration 0"
 
+    meetings = step_meetings(run, inputs.planner, inputs.splits.train, inputs.pad_token_id)
     evaluator = None
     if inputs.validation_planner is not None:
         evaluator = Evaluator(
@@ -142,7 +143,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
             steps=run.training.eval_iters,
             data_parallel_rank=rank,
             pad_token_id=inputs.pad_token_id,
-            agreement=agreement,
+            **step_meetings(run, inputs.validation_planner, inputs.splits.valid, inputs.pad_token_id),
             timeout_secs=run.parallel.data_timeout_secs,
         )
     log = RunLog(
@@ -175,7 +176,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
             sampler=sampler,
             evaluator=evaluator,
             checkpoints=manager,
-            agreement=agreement,
+            **meetings,
             log=log,
             data_parallel_rank=rank,
             pad_token_id=inputs.pad_token_id,

@@ -4,7 +4,7 @@
 What happens in an iteration, on every rank alike:
 
     1. the next StepPlan and its tensors come from the background (made while the step before was computed)
-    2. all ranks compare the plan's digest and tell each other of failures and of SIGTERM - before the first kernel
+    2. all ranks have compared it and told each other of failures and of SIGTERM - in the background as well, before the first kernel
     3. Megatron's schedule runs the microbatches, each with its own T; gradients are divided once by the step's loss tokens
     4. the optimizer updates, unless the loss or the gradient is not finite
 """
@@ -16,12 +16,15 @@ import torch
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus
 from megatron_dyn.microbatch import StepStream
-from megatron_dyn.pipeline.agreement import Agreement, AgreementError, LostRankError, losing_a_rank_during
+from megatron_dyn.microbatch.shared_tokens import TokenBroadcast
+from megatron_dyn.pipeline.agreement import AgreementError, LostRankError, losing_a_rank_during
+from megatron_dyn.pipeline.plan_agreement import PlanAgreement
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
+from megatron_dyn.training.agreed_steps import AgreedSteps
 from megatron_dyn.training.bubble import BubbleMeter
 from megatron_dyn.training.checkpoint import CheckpointManager
 from megatron_dyn.training.distributed import StopRequest
-from megatron_dyn.training.evaluate import Evaluator, agree_on_next, parameters_gathered
+from megatron_dyn.training.evaluate import Evaluator, parameters_gathered
 from megatron_dyn.training.metrics import StepRecord
 from megatron_dyn.training.nonfinite import MOST_NONFINITE_IN_A_ROW, explain_nonfinite
 from megatron_dyn.training.run_config import RunConfig
@@ -40,12 +43,13 @@ class Trainer:
         sampler: Position in the documents.
         evaluator: Held-out documents, or None.
         checkpoints: Where the state is saved, or None.
-        agreement: Meets all ranks before each step.
+        agreement: Meets all ranks for each step, in a group of its own.
         log: What is shown and written.
         data_parallel_rank: This rank's part of each step.
         pad_token_id: Token id of padding rows.
         progress: Counters of an earlier run that this one continues (`iteration`, `consumed_tokens`, `consumed_documents`,
             and `evaluated_iteration`, the last one whose evaluation was finished).
+        tokens: Shares the tokens that one rank reads; None where every rank reads.
     """
 
     def __init__(
@@ -58,11 +62,12 @@ class Trainer:
         sampler: TokenBudgetBatchSampler,
         evaluator: Evaluator | None,
         checkpoints: CheckpointManager | None,
-        agreement: Agreement,
+        agreement: PlanAgreement,
         log: RunLog,
         data_parallel_rank: int,
         pad_token_id: int,
         progress: dict[str, int],
+        tokens: TokenBroadcast | None = None,
     ):
         self.run = run
         self.stepper = stepper
@@ -70,7 +75,8 @@ class Trainer:
         self.planner = planner
         self.evaluator = evaluator
         self.checkpoints = checkpoints
-        self.agreement = agreement
+        self._agreement = agreement
+        self._tokens = tokens
         self.log = log
         self.iteration = progress["iteration"]
         self.consumed_tokens = progress["consumed_tokens"]
@@ -87,6 +93,7 @@ class Trainer:
             device=device.compute_device(),
             prefetch_steps=run.data.prefetch_steps,
             timeout_secs=run.parallel.data_timeout_secs,
+            plans_only=tokens is not None and not tokens.reads,
         )
         self._position = self._stream.state_dict()  # of the steps done: a step handed out may still be given up
 
@@ -101,33 +108,42 @@ class Trainer:
             NonFiniteError: On every rank, see `--on-nan`.
         """
         wanted = self.run.training
-        with self._stream:
+        steps = AgreedSteps(
+            self._stream, self._agreement, name=lambda iteration: f"step {iteration}", first=self.iteration + 1, stop=stop, tokens=self._tokens
+        )
+        with self._stream, steps:
             for model in self.stepper.models:
                 model.train()
             while self.iteration < wanted.train_iters:
-                if self._iterate(stop):
+                stopped = self._iterate(steps)
+                if not stopped and wanted.eval_interval and self.iteration % wanted.eval_interval == 0:
+                    stopped = self._evaluate(stop)
+                if stopped:
                     self.log.notice(f"asked to stop: leaving after iteration {self.iteration}")
                     break
-                if wanted.eval_interval and self.iteration % wanted.eval_interval == 0:
-                    self._evaluate(stop)
                 if self.run.checkpoint.save_interval and self.iteration % self.run.checkpoint.save_interval == 0:
                     self._save()
-                if wanted.exit_interval and self.iteration % wanted.exit_interval == 0 and self.iteration < wanted.train_iters:
+                if self._leaves_after(self.iteration) and self.iteration < wanted.train_iters:
                     self.log.notice(f"leaving after iteration {self.iteration}, as --exit-interval {wanted.exit_interval} asks")
                     break
             else:
                 self._evaluate(stop)
             self._save()
 
-    def _iterate(self, stop: StopRequest) -> bool:
+    def _leaves_after(self, iteration: int) -> bool:
+        """Whether no other step follows in this process: every rank knows it alike."""
+        wanted = self.run.training
+        return iteration >= wanted.train_iters or bool(wanted.exit_interval and iteration % wanted.exit_interval == 0)
+
+    def _iterate(self, steps: AgreedSteps) -> bool:
         """One iteration; True (and nothing done) when the ranks agreed to stop instead."""
         started = time.perf_counter()
         iteration = self.iteration + 1
-        agreed = agree_on_next(self._stream, self.agreement, f"step {iteration}", stop)
+        agreed = steps.next(more=not self._leaves_after(iteration))
         if agreed is None:
             return True
         plan, microbatches = agreed
-        data_time = self._stream.last_wait_secs
+        data_time = steps.last_data_wait_secs
         loss_tokens = plan.num_loss_tokens
         learning_rate = self.stepper.learning_rate
         outcome = None
@@ -169,9 +185,10 @@ class Trainer:
             extra=bubble | ({"data-mismatch-overridden": changed} if changed else {}),
         )
 
-    def _evaluate(self, stop: StopRequest) -> None:
+    def _evaluate(self, stop: StopRequest) -> bool:
+        """Evaluate unless that was done; True when the ranks agreed to stop instead."""
         if self.evaluator is None or self._evaluated_iteration == self.iteration:
-            return
+            return False
         try:
             result = self.evaluator.evaluate(self.stepper, stop)
         except LostRankError:
@@ -180,13 +197,14 @@ class Trainer:
             self._save()
             raise
         if result is None:
-            return  # asked to stop: the next iteration does
+            return True
         self._evaluated_iteration = self.iteration
         if result.loss is None:
             self.log.warning(f"the {result.documents} validation documents after iteration {self.iteration} hold no loss token: no validation loss")
         self.log.validation(
             iteration=self.iteration, loss=result.loss, tokens=result.tokens, documents=result.documents, seconds=result.seconds
         )
+        return False
 
     def _save(self) -> None:
         if self.checkpoints is None or self.run.checkpoint.save is None or self._saved_iteration == self.iteration:

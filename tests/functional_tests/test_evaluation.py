@@ -7,7 +7,8 @@ from megatron.core import parallel_state
 from reference import GPT2, LLAMA, check_step, make_documents, reference_steps
 from trained_steps import Run, Scenario
 
-from megatron_dyn.pipeline.agreement import Agreement
+from megatron_dyn.pipeline.agreement import new_cpu_group
+from megatron_dyn.pipeline.plan_agreement import PlanAgreement
 from megatron_dyn.training.evaluate import Evaluator
 
 # Two steps of documents in order: the second holds one document, so that other ranks get a filler.
@@ -24,13 +25,14 @@ TOPOLOGIES = {
 
 def evaluate_train_evaluate(rank: int, world: int, scenario: Scenario):
     run = Run(scenario)
+    data_parallel_rank = parallel_state.get_data_parallel_rank()
     evaluator = Evaluator(
         run.corpus,
         run.planner,
         steps=100,  # more than one pass has
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_rank=data_parallel_rank,
         pad_token_id=0,
-        agreement=Agreement(),
+        agreement=PlanAgreement({}, data_parallel_rank=data_parallel_rank, data_parallel_size=scenario.dp, group=new_cpu_group()),
     )
     return evaluator.evaluate(run.stepper), run.train(0), evaluator.evaluate(run.stepper)
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -103,21 +104,22 @@ class Ranks:
         raise AssertionError(f"iteration {iteration} was not reached in {timeout} s\n{self.output()}")
 
 
-def start(world: int, argv: list[str], folder: Path) -> Ranks:
-    """Start `pretrain_gpt_thd.py` with these flags on forked ranks; output goes to files in `folder`."""
+def start(world: int, argv: list[str] | Callable[[int], list[str]], folder: Path) -> Ranks:
+    """Start `pretrain_gpt_thd.py` with these flags (of each rank: a function) on forked ranks; output goes to files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     outputs = [folder / f"rank_{rank}_{time.monotonic_ns()}.txt" for rank in range(world)]
-    processes = [context.Process(target=_rank, args=(rank, world, port, argv, outputs[rank])) for rank in range(world)]
+    flags_of = argv if callable(argv) else lambda rank: argv
+    processes = [context.Process(target=_rank, args=(rank, world, port, flags_of(rank), outputs[rank])) for rank in range(world)]
     for process in processes:
         process.start()
     return Ranks(processes, outputs)
 
 
-def train(world: int, argv: list[str], folder: Path, *, status: int = 0, timeout: float = 120.0) -> Ranks:
+def train(world: int, argv: list[str] | Callable[[int], list[str]], folder: Path, *, status: int = 0, timeout: float = 120.0) -> Ranks:
     """Run to the end and check every rank's exit status."""
     ranks = start(world, argv, folder)
     statuses = ranks.wait(timeout)

@@ -8,7 +8,8 @@ import torch
 from megatron.core import parallel_state
 from trained_steps import Run, Scenario
 
-from megatron_dyn.pipeline.agreement import Agreement
+from megatron_dyn.pipeline.agreement import new_cpu_group
+from megatron_dyn.pipeline.plan_agreement import PlanAgreement
 from megatron_dyn.planning import TokenBudgetBatchSampler
 from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.evaluate import parameters_gathered
@@ -66,7 +67,9 @@ def watch_loop(run: Run, rank: int, run_dir: Path) -> Watched:
             sampler=TokenBudgetBatchSampler(run.planner, data_parallel_rank=data_parallel_rank),
             evaluator=None,
             checkpoints=None,
-            agreement=Agreement(),
+            agreement=PlanAgreement(
+                {}, data_parallel_rank=data_parallel_rank, data_parallel_size=run.scenario.dp, group=new_cpu_group()
+            ),
             log=log,
             data_parallel_rank=data_parallel_rank,
             pad_token_id=0,

@@ -301,3 +301,31 @@ def test_tensors_arrive_on_the_gpu():
         for _, microbatches in stream:
             assert microbatches[0].tokens.is_cuda and microbatches[0].packed_seq_params.cu_seqlens_q_padded.is_cuda
             check_microbatch(microbatches[0].to("cpu"), DOCUMENTS)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_step_can_be_looked_at_before_it_is_handed_out(depth):
+    with stream_of(prefetch_steps=depth) as stream:
+        for step in range(3):
+            plan, microbatches = stream.peek()
+            assert stream.peek()[0] is plan and plan.step == step
+            assert stream.state_dict() == {"step": step}, "what was only looked at is not done"
+            handed, own = stream.next()
+            assert handed is plan and [mb.index for mb in own] == [mb.index for mb in microbatches]
+
+
+def test_a_failure_carries_the_plan_of_the_step_that_failed():
+    corpus = ListCorpus(DOCUMENTS)
+    corpus.documents[1] = corpus.documents[1][:2]
+    with stream_of(corpus=corpus) as stream:
+        stream.next()
+        with pytest.raises(StreamError) as raised:
+            stream.peek()
+        assert raised.value.plan.step == 1
+
+
+def test_plans_come_alone_where_another_rank_reads():
+    corpus = ListCorpus(DOCUMENTS)
+    with stream_of(corpus=corpus, plans_only=True) as stream:
+        assert [(plan.step, microbatches) for plan, microbatches in stream] == [(step, []) for step in range(len(DOCUMENTS))]
+    assert not corpus.reads

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dyn.pipeline.agreement import Agreement, AgreementError, _ranges, losing_a_rank_during
+from megatron_dyn.pipeline.agreement import Agreement, AgreementError, ranges, losing_a_rank_during
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
 from launch import launch, outcomes  # noqa: E402
@@ -76,8 +76,8 @@ def test_a_lost_rank_does_not_leave_the_others_waiting():
 
 
 @pytest.mark.parametrize("ranks, text", [([0], "0"), ([0, 1, 2, 5], "0-2, 5"), ([3, 4, 7, 8], "3-4, 7-8")])
-def test_ranks_are_named_as_ranges(ranks, text):
-    assert _ranges(ranks) == text
+def test_ranks_are_named_asranges(ranks, text):
+    assert ranges(ranks) == text
 
 
 def test_of_settings_the_entries_that_differ_are_named():

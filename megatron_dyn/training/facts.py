@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a run compare before anything is built: versions, settings, tokenizer, documents."""
+
+import hashlib
+import importlib.util
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from megatron_dyn.pipeline.handshake import code_version
+from megatron_dyn.pipeline.schedule import schedule_settings
+from megatron_dyn.training.inputs import Inputs
+from megatron_dyn.training.run_config import RunConfig
+
+# Of files it counts what they say, not where they lie: nodes may keep them in different places.
+_COMPARED_BY_CONTENT = ("data.data_path", "data.tokenizer_model", "data.cost_file", "overlap.tp_comm_overlap_cfg")
+
+TRAINING_DOCUMENTS = "corpus fingerprint of the training documents"
+VALIDATION_DOCUMENTS = "corpus fingerprint of the validation documents"
+
+
+def run_facts(run: RunConfig, inputs: Inputs) -> dict[str, object]:
+    """Name -> value, the likeliest cause of all other differences first."""
+    settings = {f"{section}.{name}": value for section, values in run.as_dict().items() for name, value in values.items()}
+    return {
+        **versions(layers=inputs.layers),
+        "process group backend": inputs.process_group_backend,
+        "device type": inputs.device.type,
+        **({"ranks on a node": os.environ.get("LOCAL_WORLD_SIZE", "unknown")} if run.overlap.tp_comm_overlap else {}),
+        **{name: value for name, value in settings.items() if name not in _COMPARED_BY_CONTENT},
+        "overlap.tp_comm_overlap_cfg": run.overlap.table,
+        "tokenizer": _file_digest(run.data.tokenizer_model),
+        "vocabulary size": inputs.vocab_size,
+        "padding token": inputs.pad_token_id,
+        **document_facts(inputs),
+        "settings of the plan": inputs.plan_config.to_dict(),
+    }
+
+
+def document_facts(inputs: Inputs) -> dict[str, object]:
+    """Fingerprints of the documents. A rank that reads no tokens can speak of their lengths only."""
+    found: dict[str, object] = {}
+    for name, corpus in ((TRAINING_DOCUMENTS, inputs.splits.train), (VALIDATION_DOCUMENTS, inputs.splits.valid)):
+        if inputs.broadcasts_tokens:
+            found[f"{name} (order and lengths)"] = corpus.lengths_fingerprint if corpus else "none"
+        if inputs.reads_tokens:
+            found[name] = corpus.fingerprint if corpus else "none"
+    return found
+
+
+def schedule_facts(run: RunConfig) -> dict[str, object]:
+    """What decides the order of the pipeline's work, compared with each step's plan."""
+    parallel = run.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        **schedule_settings(
+            parallel.pipeline_model_parallel_size,
+            parallel.virtual_pipeline_model_parallel_size,
+            overlap=parallel.overlap_p2p_communication,
+            warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
+        ),
+    }
+
+
+def versions(*, layers: str) -> dict[str, str]:
+    """Versions of everything that computes. Transformer Engine counts where its layers are used."""
+    names = ("megatron-core", "numpy", "sentencepiece") + (("transformer_engine",) if layers == "te" else ())
+    return {
+        "code version of megatron_dyn": code_version(),
+        "version of torch": torch.__version__,
+        **{f"version of {name}": _version(name) for name in names},
+        "version of python": platform.python_version(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "of unknown version" if importlib.util.find_spec(name.replace("-", ".")) else "not installed"
+
+
+def _file_digest(path: str | None) -> str:
+    return "none" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes are is compared before any group exists: each difference ends all of them, in seconds, with one text."""
+
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import megatron_dyn
+from megatron_dyn.pipeline import handshake
+from megatron_dyn.pipeline.agreement import AgreementError, LostRankError
+from megatron_dyn.pipeline.handshake import differences, open_store, shake_hands
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
+from launch import launch  # noqa: E402
+
+TIMEOUT = timedelta(seconds=20)
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def shake(rank: int, world: int, port: int, facts: dict, *, timeout: timedelta = TIMEOUT):
+    """(facts of rank 0, None) or (None, error), and seconds."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    began = time.monotonic()
+    store, rank, world = open_store(timeout)
+    try:
+        found, error = shake_hands(store, rank, world, facts, timeout=timeout), None
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        dist.barrier()  # groups can be made of the same store
+        dist.destroy_process_group()
+    except AgreementError as raised:
+        found, error = None, raised
+    return found, error and f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+def test_differences_end_all_ranks_with_one_text():
+    equal, setting, version, world_size, no_say = ports = free_ports(5)
+
+    def job(rank, world):
+        facts = {"version of torch": "2", "training.seed": 1, "checkpoint.save": None}
+        return {
+            equal: shake(rank, world, equal, facts),
+            setting: shake(rank, world, setting, facts | {"training.seed": 2 if rank == 2 else 1}),
+            version: shake(rank, world, version, facts | ({"version of torch": "3", "training.seed": 2} if rank == 1 else {})),
+            world_size: shake(rank, 2 if rank == 1 else world, world_size, facts),
+            no_say: shake(rank, world, no_say, facts | ({"fingerprint": "f"} if rank != 1 else {})),
+        }
+
+    told = launch(3, job, process_group=False)
+    for of_rank in told:
+        assert of_rank[equal][0] == {"version of torch": "2", "training.seed": "1", "checkpoint.save": "null"} and of_rank[equal][1] is None
+        assert "training.seed: 1 on ranks 0-1; 2 on ranks 2. Nothing was started" in of_rank[setting][1]
+        assert "disagree on how to run: version of torch: 2 on ranks 0, 2; 3 on ranks 1 | training.seed: " in of_rank[version][1]
+        assert "WORLD_SIZE: 3 on rank 0; 2 on rank 1" in of_rank[world_size][1]
+        assert of_rank[no_say][0]["fingerprint"] == "f", "a rank without a say takes over what rank 0 found"
+        assert max(of_rank[port][2] for port in ports) < 5
+    assert len({of_rank[setting][1] for of_rank in told}) == 1
+
+
+def test_a_rank_that_does_not_come_is_named():
+    [port] = free_ports(1)
+
+    def job(rank, world):
+        return shake(rank, world, port, {}, timeout=timedelta(seconds=1)) if rank == 0 else None
+
+    error = launch(2, job, process_group=False)[0][1]
+    assert error.startswith(LostRankError.__name__) and "facts/1 did not come within 1 s" in error
+
+
+def test_one_process_without_a_launcher_agrees_with_itself(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    store, rank, world = open_store(TIMEOUT)
+    assert (rank, world) == (0, 1)
+    assert shake_hands(store, rank, world, {"seed": 1}, timeout=TIMEOUT) == {"seed": "1"}
+
+
+def test_many_differences_are_cut_short():
+    text = differences([{str(n): "a" for n in range(9)}, {str(n): "b" for n in range(9)}])
+    assert text.startswith("0: a on ranks 0; b on ranks 1 | 1: ") and text.endswith(" | and 3 more")
+
+
+def test_the_code_version_changes_with_one_byte_of_a_source(tmp_path, monkeypatch):
+    (tmp_path / "module.py").write_text("a = 1\n")
+    monkeypatch.setattr(megatron_dyn, "__file__", str(tmp_path / "__init__.py"))
+    seen = []
+    for text in ("a = 1\n", "a = 2\n", "a = 1\n"):
+        (tmp_path / "module.py").write_text(text)
+        handshake.code_version.cache_clear()
+        seen.append(handshake.code_version())
+    handshake.code_version.cache_clear()
+    assert seen[0] == seen[2] != seen[1]
+
+
+@pytest.mark.parametrize("agent", [True, False])
+def test_the_launchers_own_store_is_used_where_there_is_one(agent, monkeypatch):
+    """torchrun serves a store that outlives the ranks: rank 0 must not try to serve one at the same place."""
+    [port] = free_ports(1)
+    server = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if agent else None
+    settings = {"TORCHELASTIC_RESTART_COUNT": "3", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
+    store, rank, world = open_store(TIMEOUT)
+    store.set("key", "value")
+    assert (rank, world, store.get("key")) == (0, 1, b"value")
+    assert not agent or server.num_keys() > 0
+
+
+def test_a_restarted_job_does_not_read_the_facts_of_the_attempt_before(monkeypatch):
+    store = dist.HashStore()
+    for attempt, seed in (("0", 1), ("1", 2)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert shake_hands(store, 0, 1, {"seed": seed}, timeout=TIMEOUT) == {"seed": str(seed)}
+    assert store.num_keys() == 6, "each attempt has a world, facts and a verdict of its own"
