@@ -23,6 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_dyn.planning.config import PlanError
+
+MOST_PIECES = 1 << 26
+"""In a step; costs are exact integers up to so many."""
+
 
 class Piece(NamedTuple):
     """A document, or a part of one that was too long."""
@@ -82,6 +87,12 @@ def cut_documents(documents: np.ndarray, lengths: np.ndarray, *, budget: int, ov
             truncated_tokens=int(lengths[too_long].sum()) - oversize_count * budget,
         )
     counts = -(-lengths // budget)
+    if int(counts.sum()) > MOST_PIECES:
+        longest = int(np.argmax(lengths))
+        raise PlanError(
+            f"a step would be cut into {int(counts.sum())} pieces of at most {budget} tokens (document {documents[longest]} has {lengths[longest]}): "
+            f"more than the {MOST_PIECES} that fit in memory; raise the token budget, or choose the oversize policy truncate or drop"
+        )
     index = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     if even:
         short, longer = np.repeat(lengths // counts, counts), np.repeat(lengths % counts, counts)

@@ -18,6 +18,7 @@ import bisect
 import dataclasses
 import hashlib
 import json
+import operator
 import threading
 from collections import OrderedDict
 from typing import NamedTuple
@@ -85,6 +86,10 @@ class Planner:
         self._epoch_starts = {0: 0}
         self._lock = threading.RLock()
 
+    def __reduce__(self) -> tuple:
+        """Pickled as what it was made from (a lock cannot be); lengths that are a memory map are copied."""
+        return Planner, (self.lengths, self.config, self.fingerprint)
+
     # ---- where steps lie -----------------------------------------------------------------------------------
 
     def steps_per_epoch(self, epoch: int = 0, *, at_most: int | None = None) -> int:
@@ -121,10 +126,9 @@ class Planner:
         before it, chunk by chunk in O(1) memory; a restored position spares that.
 
         Raises:
-            PlanError: the step is negative.
+            PlanError: the step is negative, or no integer.
         """
-        if step < 0:
-            raise PlanError(f"step {step} does not exist: steps count from 0")
+        step = self._step_number(step)
         size = self.config.global_batch_size
         if size is None:
             return self._walk(step=step)[1]
@@ -170,6 +174,7 @@ class Planner:
         Raises:
             PlanError: the step is negative.
         """
+        step = self._step_number(step)
         position, following, documents, end = self._step(step)
         is_last = following.epoch != position.epoch
 
@@ -209,7 +214,17 @@ class Planner:
         Raises:
             PlanError: the step is negative.
         """
-        return self._step(step)[2]
+        return self._step(self._step_number(step))[2]
+
+    @staticmethod
+    def _step_number(step: int) -> int:
+        try:
+            number = operator.index(step)  # numpy's integers too: theirs would overflow in the arithmetic of orders
+        except TypeError as error:
+            raise PlanError(f"step {step!r} is no integer: steps are numbered 0, 1, 2, ...") from error
+        if number < 0:
+            raise PlanError(f"step {number} does not exist: steps count from 0")
+        return number
 
     def _step(self, step: int) -> tuple[StepPosition, StepPosition, np.ndarray, int]:
         """Where a step and the next one begin, its documents, and how many of its epoch are taken after it."""
@@ -253,6 +268,9 @@ class Planner:
             following = StepPosition(position.epoch, position.epoch_first_step, end, begin)
         if self.config.global_batch_size is None:
             self._epoch_starts.setdefault(following.epoch, following.epoch_first_step)
+            if len(self._epoch_starts) > MOST_MARKS:  # of a tiny corpus: marks find the others
+                known = sorted(self._epoch_starts.items())
+                self._epoch_starts = dict(known[:-1:2] + known[-1:])
             self._mark(passed, following)
         return following
 

@@ -33,6 +33,9 @@ class TokenBudgetBatchSampler:
         self, planner: Planner, data_parallel_rank: int = 0, num_epochs: int | None = None, *, override_data_mismatch: bool = False
     ):
         size = planner.config.data_parallel_size
+        for name, value in (("data_parallel_rank", data_parallel_rank), ("num_epochs", 0 if num_epochs is None else num_epochs)):
+            if not hasattr(value, "__index__") or isinstance(value, bool):
+                raise PlanError(f"{name} must be an integer, got {value!r}")
         if not 0 <= data_parallel_rank < size:
             raise PlanError(
                 f"data_parallel_rank={data_parallel_rank} is not in 0..{size - 1}: plan and process groups disagree about the "
@@ -107,6 +110,8 @@ class TokenBudgetBatchSampler:
         Raises:
             PlanError: the state lacks something, is of another version, or belongs to another data order. Nothing changes then.
         """
+        if not isinstance(state, dict):
+            raise PlanError(f"not a state of this sampler: {type(state).__name__} instead of a dict; pass what state_dict() gave")
         own = self._own()
         changed = differences(state, own)
         if not changed or "version" not in state:
@@ -118,6 +123,8 @@ class TokenBudgetBatchSampler:
             )
         totals, overrides = state.get("totals"), state.get("overrides", [])
         self._require_integers(state, [state.get("step"), *(totals.values() if isinstance(totals, dict) else [None])])
+        if not isinstance(overrides, list) or not all(isinstance(entry, dict) and set(entry) == {"step", "changed"} for entry in overrides):
+            raise PlanError(f"the saved overrides are damaged: {overrides!r}; take an older checkpoint")
         step = state["step"]
         if changed:
             overrides = [*overrides, {"step": step, "changed": changed}]

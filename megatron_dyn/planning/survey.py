@@ -28,6 +28,10 @@ LOOKED_AT = 1 << 17
 """Lengths read together when blocks with holes are searched."""
 
 
+LONGEST_DOCUMENT = 2**40
+"""Tokens; what is above is no length."""
+
+
 @dataclass(kw_only=True)
 class Survey:
     """What is known of a corpus after one pass over its lengths, in chunks; O(N) time, memory as the module says."""
@@ -85,6 +89,9 @@ def survey(lengths: np.ndarray, *, budget: int, fingerprint: bool) -> Survey:
         if least < 0:
             document = begin + int(np.argmin(chunk))
             raise PlanError(f"document {document} has a negative length ({least}): the index is damaged; rebuild it")
+        if most > LONGEST_DOCUMENT:
+            document = begin + int(np.argmax(chunk))
+            raise PlanError(f"document {document} has {most} tokens, more than any document can have: the index is damaged; rebuild it")
         found.tokens += int(chunk.sum(dtype=np.int64))
         first = begin // block + 1
         sizes = np.full(-(-len(chunk) // block), block, dtype=np.int64)

@@ -10,8 +10,8 @@ and so decides nothing.
 """
 
 import argparse
+import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from megatron_dyn import device, userbuffers
 from megatron_dyn.microbatch import PackedMicrobatch, build_microbatch
 from megatron_dyn.planning import CostModel, Planner
-from megatron_dyn.planning.cost_file import write_cost_file
+from megatron_dyn.planning.cost_file import POOR_FIT, write_cost_file
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.config import require
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
@@ -38,6 +38,8 @@ from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.step import Stepper
 
 SHORTEST_DOCUMENT = 16  # tokens
+USELESS_FIT = 0.5
+"""Worst relative error above which nothing is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,10 @@ def microbatch_of(lengths: list[int], run: RunConfig, vocab_size: int) -> Packed
 
 
 def measure(stepper: Stepper, microbatches: list[PackedMicrobatch], *, rounds: int) -> list[float]:
-    """Median seconds of forward and backward of each microbatch: they take turns in a random order, the same on all ranks."""
+    """Seconds of forward and backward of each microbatch, the least of all rounds: what disturbs a measurement only adds to it.
+
+    They take turns in a random order, the same on all ranks.
+    """
     models = stepper.models
     config = models[0].config
     config.finalize_model_grads_func = None
@@ -144,7 +149,7 @@ def measure(stepper: Stepper, microbatches: list[PackedMicrobatch], *, rounds: i
                 taken[index].append((time.perf_counter() - began) / repeats)
         if dist.get_rank() == 0 and sys.stderr.isatty():
             print(f"\rround {turn} of {rounds}", end="\n" if turn == rounds else "", file=sys.stderr, flush=True)
-    return [statistics.median(values) for values in taken]
+    return [min(values) for values in taken]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,8 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, default=Path("cost.yaml"), metavar="YAML", help="where the coefficients go (default: cost.yaml)")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measurements of each microbatch, of which the median counts (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measurements of each microbatch, of which the shortest counts (default: 7)")
     own, flags = parser.parse_known_args(argv)
+    folder = own.output.parent
+    require(folder.is_dir() and os.access(folder, os.W_OK), f"--output {own.output}: {folder} is no folder that can be written")
     require(own.rounds >= 1, f"--rounds is {own.rounds}: it must be at least 1")
     if "--config" not in flags:  # needed by a run, and without meaning here
         unused = {"--data-path": "(not read)", "--lr": "1", "--train-iters": "1"}
@@ -198,6 +205,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"the measured times ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f} ms) do not grow with the tokens: there is nothing to balance by. "
         "Measure on an idle machine, with more --rounds, or with a larger --max-tokens-per-microbatch",
     )
+    require(
+        found.worst_error <= USELESS_FIT,
+        f"the measured times do not follow from tokens and attention (worst error {found.worst_error:.0%}): another program ran beside it. "
+        f"{own.output} was not written; measure on an idle machine, or with more --rounds",
+    )
     if dist.get_rank() == 0:
         print(f"{'T':>8s}{'documents':>11s}{'each':>8s}{'measured ms':>13s}{'fitted ms':>11s}")
         for mix, total, square, value in zip(lengths, tokens, squares, seconds):
@@ -219,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             fit={"microbatches": len(lengths), "rounds": own.rounds, "worst_relative_error": round(found.worst_error, 4)},
             date=date.today().isoformat(),
         )
-        if found.worst_error > 0.15:
+        if found.worst_error > POOR_FIT:
             print("The fit is poor: another program may have run beside it. Measure again on an idle machine, or with more --rounds.")
         print(f"wrote {own.output}: train with --cost-file {own.output}")
     dist.barrier()

@@ -20,6 +20,7 @@ from megatron_dyn.corpus import CorpusError
 from megatron_dyn.microbatch import StreamError
 from megatron_dyn.pipeline.agreement import Agreement, AgreementError
 from megatron_dyn.planning import PlanError, TokenBudgetBatchSampler
+from megatron_dyn.planning.cost_file import doubts
 from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
@@ -164,6 +165,9 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
     with contextlib.closing(log):
         if resumed:
             log.notice(resumed)
+        if run.data.cost_file:
+            for doubt in doubts(run.data.cost_file, vars(run.model)):
+                log.warning(doubt)
         for override in sampler.overrides:
             log.warning(f"the data order is another after iteration {override['step']} (--override-data-mismatch): {'; '.join(override['changed'])}")
         if progress["iteration"] >= run.training.train_iters:

@@ -256,3 +256,22 @@ def test_ranks_are_checked():
         make(BY_SIZE, data_parallel_rank=2)
     with pytest.raises(PlanError, match="num_epochs=-1"):
         make(BY_SIZE, num_epochs=-1)
+
+
+@pytest.mark.parametrize("state", [None, [], "state", {}])
+def test_what_is_no_state_is_refused_by_name(state):
+    with pytest.raises(PlanError, match="not a state of this sampler"):
+        make(BY_SIZE).load_state_dict(state)
+
+
+def test_damaged_overrides_change_nothing():
+    sampler, state = make(BY_SIZE), after(make(BY_SIZE), 3)
+    with pytest.raises(PlanError, match="overrides are damaged"):
+        sampler.load_state_dict(state | {"overrides": [1]})
+    assert sampler.step == 0 and not any(sampler.totals.values())
+
+
+@pytest.mark.parametrize("wrong", [dict(num_epochs=1.5), dict(data_parallel_rank=0.5), dict(data_parallel_rank=None), dict(num_epochs=True)])
+def test_ranks_and_epochs_are_integers(wrong):
+    with pytest.raises(PlanError, match=f"{next(iter(wrong))} must be an integer"):
+        TokenBudgetBatchSampler(Planner(LENGTHS, BY_SIZE), **wrong)

@@ -2,6 +2,7 @@
 """Which documents a step holds: empty ones left out, where steps end, windows of similar length, random access, and memory."""
 
 import dataclasses
+import pickle
 import tracemalloc
 from types import SimpleNamespace
 
@@ -350,3 +351,42 @@ def test_a_far_step_is_scanned_in_chunks(monkeypatch):
     assert sum(read) < 4 * 70, "the step after a known one costs itself"
     plain = [planner.plan(step).documents.tolist() for step in range(1001)]
     assert plain[1000] == far
+
+
+@pytest.mark.parametrize("order", ["shuffle", "sequential", "length-window"])
+@pytest.mark.parametrize("batch", [dict(global_batch_size=4), dict(global_batch_tokens=200)])
+def test_steps_may_be_numpy_integers_and_nothing_else(order, batch):
+    planner = Planner(np.arange(1, 100), PlanConfig(max_tokens_per_microbatch=64, document_order=order, **batch))
+    for kind in (np.int64, np.uint8, np.int32):
+        assert planner.plan(kind(3)).digest == planner.plan(3).digest
+        assert planner.documents(kind(3)).tolist() == planner.documents(3).tolist() and planner.position_of(kind(3)) == planner.position_of(3)
+    for wrong in (1.5, "0", None):
+        with pytest.raises(PlanError, match="is no integer"):
+            planner.plan(wrong)
+
+
+def test_a_planner_can_be_pickled():
+    planner = Planner(np.arange(1, 100), PlanConfig(max_tokens_per_microbatch=64, global_batch_tokens=200), fingerprint="of a corpus")
+    planner.plan(7)
+    again = pickle.loads(pickle.dumps(planner))
+    assert again.plan(7).digest == planner.plan(7).digest and again.fingerprint == "of a corpus"
+
+
+def test_lengths_that_are_no_lengths_are_refused():
+    config = PlanConfig(max_tokens_per_microbatch=4, global_batch_size=1, document_order="sequential")
+    with pytest.raises(PlanError, match="document 1 has 9223372036854775813 tokens, more than any document can have"):
+        Planner(np.array([1, 2**63 + 5], dtype=np.uint64), config)
+    with pytest.raises(PlanError, match=r"cut into 25000000000 pieces of at most 4 tokens \(document 1 has 100000000000\)"):
+        Planner(np.array([5, 10**11]), config).plan(1)
+
+
+def test_what_is_known_of_the_epochs_of_a_tiny_corpus_does_not_grow_for_ever(monkeypatch):
+    from megatron_dyn.planning import planner as module
+
+    monkeypatch.setattr(module, "MOST_MARKS", 16)
+    planner = Planner(np.array([3, 4, 5]), PlanConfig(max_tokens_per_microbatch=8, global_batch_tokens=8))
+    fresh = Planner(np.array([3, 4, 5]), planner.config)
+    for step in range(200):
+        planner.plan(step)
+    assert len(planner._epoch_starts) <= 17 and len(planner._marks) <= 17
+    assert [planner.first_step_of(epoch) for epoch in range(60)] == [fresh.first_step_of(epoch) for epoch in range(60)]

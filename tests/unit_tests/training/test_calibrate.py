@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dyn.planning import CostModel
-from megatron_dyn.planning.cost_file import read_cost_file, write_cost_file
+from megatron_dyn.planning.cost_file import doubts, read_cost_file, write_cost_file
 from megatron_dyn.training import calibrate
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.calibrate import SHORTEST_DOCUMENT, fit, main, mixes
@@ -124,3 +124,28 @@ def run_alone(argv, folder: Path) -> int:
 
 def raise_status(status: int) -> None:
     raise SystemExit(status)
+
+
+def test_times_that_explain_nothing_are_not_written(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(calibrate, "measure", lambda stepper, microbatches, **_: [1e-5 * m.tokens.numel() * (1 + 9 * (i % 3 == 1)) for i, m in enumerate(microbatches)])
+    assert run_alone([*FLAGS, "--rounds", "1", "--output", str(tmp_path / "cost.yaml")], tmp_path) != 0
+    assert "do not follow from tokens and attention" in capfd.readouterr().err and not (tmp_path / "cost.yaml").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder that can be written"):
+        main([*FLAGS, "--output", str(tmp_path / "nowhere" / "cost.yaml")])
+
+
+def test_a_file_of_another_model_or_a_poor_fit_is_doubted(tmp_path):
+    path = tmp_path / "cost.yaml"
+    model = dict(num_layers=1, hidden_size=32)
+    write_cost_file(path, CostModel(), model=model, fit={"worst_relative_error": 0.05})
+    assert doubts(path, model) == [] and doubts(path, {}) == []
+    [other] = doubts(path, model | {"hidden_size": 64})
+    assert "another model: hidden_size 32 (here 64)" in other
+    write_cost_file(path, CostModel(), fit={"worst_relative_error": 0.4})
+    assert "worst error 40%" in doubts(path, model)[0]
+    path.write_text("linear: 1\nquadratic: 2\n")
+    assert doubts(path, model) == []
