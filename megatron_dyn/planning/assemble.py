@@ -124,6 +124,7 @@ def _stats(table: MicrobatchTable, documents, pieces: StepPieces, config: PlanCo
     return StepStats(
         tokens=tokens,
         loss_tokens=int(table.loss_tokens.sum()),
+        squared_tokens=int((table.tokens**2).sum() if table.following is not None else (table.rows[:, 2] ** 2).sum()),
         documents=len(documents) - pieces.dropped_documents,
         pieces=len(table.rows),
         microbatches=len(real),

@@ -10,6 +10,7 @@ Shapes: S segments of a microbatch (its pieces).
 """
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,8 @@ class StepStats:
 
     tokens: int
     loss_tokens: int
+    squared_tokens: int
+    """Sum of the squared lengths that attention spans: of pieces, or of whole microbatches where they are joined."""
     documents: int
     """Documents trained on, whole or in part (dropped ones are not)."""
     pieces: int
@@ -115,6 +118,11 @@ class StepPlan:
     def num_loss_tokens(self) -> int:
         """Over the whole step: what the sum of token losses is divided by."""
         return self.stats.loss_tokens
+
+    @property
+    def documents_digest(self) -> str:
+        """16 hex digits for the documents of the step and their order, whatever they are grouped into."""
+        return hashlib.sha256(np.ascontiguousarray(self.documents, dtype="<i8").tobytes()).hexdigest()[:16]
 
     @property
     def num_documents(self) -> int:

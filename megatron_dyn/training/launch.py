@@ -32,7 +32,7 @@ from megatron_dyn.training.folders import FolderLocks
 from megatron_dyn.training.inputs import Inputs
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.metrics_file import MetricsError
-from megatron_dyn.training.model import build_model, transformer_config
+from megatron_dyn.training.model import build_model, padded_vocab_size, transformer_config
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
 from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings, prepare_overlap
@@ -155,6 +155,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         log_interval=run.logging.log_interval,
         header=_header(run, inputs, parameters) | ({"overlap": overlap} if overlap else {}),
         tensorboard=run.logging.tensorboard,
+        about=_about(run, inputs, parameters),
     )
     failure = None
     try:
@@ -218,6 +219,21 @@ def run_model(
     seed = run.training.seed
     chunks = build_model(config, run.model, vocab_size=vocab_size, backend=layers, seed=seed, fuse_weight_gradients=fused)
     return config, chunks, overlap
+
+
+def _about(run: RunConfig, inputs: Inputs, parameters: int) -> dict:
+    """What `run.json` tells of a run: enough to compare it with others."""
+    counted = run.model.cost_model(padded_vocab_size(inputs.vocab_size, run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size))
+    return {
+        "settings": run.as_dict(),
+        "documents": {"train": inputs.splits.train.fingerprint, "valid": inputs.splits.valid.fingerprint if inputs.splits.valid is not None else None},
+        "parameters": parameters,
+        "parallel": _sizes(run, inputs),
+        "device": device.device_name(),
+        "layers": inputs.layers,
+        # Of forward and backward without recomputation: operations = linear * tokens + quadratic * squared tokens.
+        "operations": {"linear": counted.linear, "quadratic": counted.quadratic},
+    }
 
 
 def _header(run: RunConfig, inputs: Inputs, parameters: int) -> dict:

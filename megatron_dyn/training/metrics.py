@@ -53,6 +53,10 @@ class StepRecord:
     """Tokens that have a label."""
     documents: int
     """Documents of the step."""
+    documents_digest: str
+    """Stands for the documents of the step and their order, whatever they are grouped into."""
+    squared_tokens: int
+    """Sum of the squared lengths that attention spans."""
     max_tokens_per_microbatch: int
     """The token budget B."""
     capacity: int
@@ -126,6 +130,8 @@ class StepRecord:
             num_tokens=stats.tokens,
             num_loss_tokens=stats.loss_tokens,
             documents=stats.documents,
+            documents_digest=plan.documents_digest,
+            squared_tokens=stats.squared_tokens,
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             capacity=capacity,
             T=[microbatch.T for rank in plan.microbatches for microbatch in rank],
@@ -174,6 +180,8 @@ class StepRecord:
             "num-tokens": self.num_tokens,
             "num-loss-tokens": self.num_loss_tokens,
             "documents": self.documents,
+            "documents-digest": self.documents_digest,
+            "squared-tokens": self.squared_tokens,
             "microbatches": self.microbatches,
             "fillers": self.fillers,
             "fill": self.fill,

@@ -3,12 +3,14 @@
 
 | file in the run's folder | made                                            |
 |--------------------------|-------------------------------------------------|
+| `run.json`               | settings, versions and documents, at every start |
 | `metrics.jsonl`          | a line a step and an evaluation, as they happen |
 | `tensorboard/`           | the same numbers, under Megatron-LM's tags      |
 | `packing.json`           | the division of the step with most documents    |
 | `summary.json`, `plot.png`, `packing.png` | at the end, or by `python -m megatron_dyn report` |
 """
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -23,6 +25,7 @@ from megatron_dyn.training.metrics_file import METRICS_FILE, MetricsFile, read_m
 if TYPE_CHECKING:
     from megatron_dyn.planning import StepPlan
 
+RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 PACKING_FILE = "packing.json"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -116,6 +119,7 @@ class RunLog:
         log_interval: a console line every so many steps.
         header: label -> line or lines for the top of the console (device, parallel sizes, model, capacity, corpus).
         tensorboard: write TensorBoard events (needs `run_dir`).
+        about: what `run.json` holds beside the versions: plain values.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class RunLog:
         log_interval: int = 1,
         header: Mapping[str, str | Sequence[str]] | None = None,
         tensorboard: bool = True,
+        about: Mapping[str, Any] | None = None,
         console: RunConsole | None = None,
     ) -> None:
         self.run_dir = Path(run_dir) if run_dir is not None and enabled else None
@@ -137,6 +142,7 @@ class RunLog:
             total_iterations=total_iterations, start_iteration=start_iteration, log_interval=log_interval, enabled=enabled
         )
         self._tensorboard_wanted = tensorboard
+        self._about = dict(about or {})
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoardSink | None = None
         self._packed_documents: float = 0  # documents of the step whose packing is kept
@@ -153,6 +159,7 @@ class RunLog:
         if self.run_dir is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._file = MetricsFile(self.run_dir / METRICS_FILE, start_iteration=self.start_iteration)
+            self._guarded(RUN_FILE, self._write_run_file)
             if self.start_iteration > 0 and (self.run_dir / PACKING_FILE).exists():
                 self._packed_documents = json.loads((self.run_dir / PACKING_FILE).read_text(encoding="utf-8"))["documents"]
             if self._tensorboard_wanted:
@@ -161,6 +168,15 @@ class RunLog:
         if self._file is not None:
             self._tell_how_the_file_continues(self._file)
         return self
+
+    def _write_run_file(self) -> None:
+        """Settings of the latest start; where a run was resumed, `resumed` lists the iterations that it went on from."""
+        path, resumed = self.run_dir / RUN_FILE, []
+        if self.start_iteration > 0:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                resumed = [at for at in json.loads(path.read_text(encoding="utf-8"))["resumed"] if at < self.start_iteration]
+            resumed.append(self.start_iteration)
+        write_json(path, {**self._about, "resumed": resumed, "versions": package_versions()})
 
     def _tell_how_the_file_continues(self, file: MetricsFile) -> None:
         if file.dropped and self.start_iteration == 0:

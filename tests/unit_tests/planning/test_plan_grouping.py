@@ -60,6 +60,8 @@ def test_concat_chunk_cuts_the_stream_and_loses_one_label():
     assert [mb.T for mb in plan.microbatches[0]] == [32, 32, 12]
     assert [mb.num_loss_tokens for mb in plan.microbatches[0]] == [32, 32, 10] and plan.stats.split_documents == 2
     assert [tuple(mb.following or ()) for mb in plan.microbatches[0]] == [(1, 12, 18), (2, 14, 11), ()]
+    assert plan.stats.squared_tokens == 32**2 + 32**2 + 11**2 and plan.documents_digest == plan_of([20, 30, 25]).documents_digest
+    assert plan.documents_digest != plan_of([20, 30, 26, 1], step=1, global_batch_size=3).documents_digest
     two = plan_of([20, 30, 25], "concat-chunk", data_parallel_size=2)
     assert [[mb.num_tokens for mb in rank] for rank in two.microbatches] == [[32, 11], [32, 0]]
 
@@ -132,7 +134,8 @@ def test_the_same_pieces_whatever_the_grouping(lengths, way, budget, ranks, mult
 
 def check_same_data(planned, other):
     pieces = [sorted(piece for rank in plan.microbatches for mb in rank for piece in mb.pieces) for plan in (planned, other)]
-    assert pieces[0] == pieces[1]
+    assert pieces[0] == pieces[1] and planned.documents_digest == other.documents_digest
+    assert planned.stats.squared_tokens == other.stats.squared_tokens == sum(piece.length**2 for piece in pieces[0])
     for name in ("tokens", "loss_tokens", "documents", "split_documents", "truncated_tokens", "dropped_documents"):
         assert getattr(planned.stats, name) == getattr(other.stats, name), name
 

@@ -52,13 +52,27 @@ def scalars(folder, tag):
     return [(event.step, pytest.approx(event.value)) for event in events.Scalars(tag)]
 
 
+def test_the_run_file_tells_the_latest_settings_and_where_the_run_was_resumed(tmp_path):
+    def opened(start_iteration, **about):
+        with RunLog(tmp_path, enabled=True, total_iterations=TOTAL, start_iteration=start_iteration, tensorboard=False, about=about):
+            return json.loads((tmp_path / "run.json").read_text())
+
+    assert opened(0, lr=1)["resumed"] == []
+    assert opened(4, lr=2) | {"versions": 0} == {"lr": 2, "resumed": [4], "versions": 0}
+    assert opened(6)["resumed"] == [4, 6]
+    assert opened(5)["resumed"] == [4, 5]  # an older checkpoint: what followed is made again
+    (tmp_path / "run.json").write_text("[")
+    assert opened(7)["resumed"] == [7]
+    assert opened(0)["resumed"] == []
+
+
 def test_a_finished_run_leaves_everything(tmp_path):
     folder = tmp_path / "runs" / "demo"
     log, output = open_log(folder)
     with log:
         train(log, 1, TOTAL)
         summary = log.finish({"parallel": {"TP": 2}})
-    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "summary.json", "packing.json", "plot.png", "packing.png", "tensorboard"}
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "run.json", "summary.json", "packing.json", "plot.png", "packing.png", "tensorboard"}
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert summary["steps"] == TOTAL and summary["parallel"] == {"TP": 2} and {"python", "torch", "megatron-core"} <= set(summary["versions"])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
