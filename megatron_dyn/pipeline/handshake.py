@@ -60,7 +60,13 @@ def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     else:
         # Not the rendezvous: rank 0 would wait in it for a world that may not be the others'.
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, rank == 0, timeout=timeout, wait_for_workers=False
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
     store.set_timeout(timeout)
     return store, rank, world

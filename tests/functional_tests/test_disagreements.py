@@ -2,6 +2,7 @@
 """Real launches in which one rank differs in one thing: every rank ends within 5 s of the meeting, with the same text."""
 
 import contextlib
+import dataclasses
 import io
 import os
 import shutil
@@ -126,6 +127,38 @@ def test_mutant_a_digest_without_T_lets_the_run_go_on(corpus, tmp_path, monkeypa
     monkeypatch.setattr(plan_agreement, "_lengths", lambda plan: np.zeros(1))
     train(WORLD, flags(corpus, run_dir=tmp_path, eval_iters=0, train_iters=4, **TP2_DP2), tmp_path)
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def one_row_group_more_at_step_3(monkeypatch):
+    """A plan that is whole in itself, with two rows of padding more in the first microbatch: as another alignment rule would make it."""
+    plan = Planner.plan
+
+    def changed(self, step):
+        made = plan(self, step)
+        if step != 2 or os.environ.get("RANK") != "1":
+            return made
+        parts = [list(part) for part in made.microbatches]
+        first = parts[0][0]
+        padded = first.cu_seqlens_padded.copy()
+        padded[-1] += 2
+        longest = int(np.diff(padded).max())
+        parts[0][0] = dataclasses.replace(first, T=first.T + 2, cu_seqlens_padded=padded, max_seqlen=longest)
+        return dataclasses.replace(made, microbatches=tuple(map(tuple, parts)))
+
+    monkeypatch.setattr(Planner, "plan", changed)
+
+
+@pytest.mark.slow
+def test_under_overlapped_communication_another_T_ends_both_ranks_before_the_exchange(corpus, tmp_path, monkeypatch):
+    """On GPUs UserBuffers of two ranks with another T would wait for each other for minutes: agreement comes first."""
+    one_row_group_more_at_step_3(monkeypatch)
+    settings = dict(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True, eval_iters=0)
+    ranks = train(2, flags(corpus, run_dir=tmp_path, **settings), tmp_path, status=1, timeout=60)
+    for rank in range(2):
+        output = ranks.output(rank)
+        assert "PlanDisagreement: the ranks disagree on step 3: T of microbatch 0 of data-parallel rank 0: " in output, output
+        assert "on ranks 0; " in output and "on ranks 1. " in output
+    assert sorted(losses(tmp_path)) == [1, 2]
 
 
 # Tokens -------------------------------------------------------------------------------------------------------------------
