@@ -25,6 +25,7 @@ COMMANDS = {
     "env": Command("megatron_dyn.environment", "main", "what was found here (torch, CUDA, Transformer Engine, ...) and what is used of it"),
     "flags": Command("megatron_dyn.training.cli", "flags", "the flags of pretrain_gpt_thd.py as a Markdown page"),
     "calibrate": Command("megatron_dyn.training.calibrate", "main", "measure what tokens and attention cost here, for the planner's balance"),
+    "compare": Command("megatron_dyn.compare.command", "main", "do runs train alike, and which is faster: verdicts, pictures, a page"),
     "report": Command("megatron_dyn.training.cli", "report", "summary and pictures of a run from its folder"),
 }
 TRACEBACK_VARIABLE = "MEGATRON_DYN_TRACEBACK"

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All arms x seeds of a comparison, one after the other, and the report on them.
+
+    make demo                                                      # makes the documents used here
+    python examples/convergence/run_convergence.py examples/convergence/cpu.yaml --output runs/convergence -- \\
+        --data-path runs/demo/data/stdlib --tokenizer-model runs/demo/data/tokenizer.model
+
+Start it again after an interruption: finished runs are kept, an unfinished one goes on from its last checkpoint. On GPUs give
+a launcher: --launcher "torchrun --nproc-per-node 8". The YAML file names the settings of all runs, what each arm does
+otherwise, the seeds, and the negative controls: runs with a known fault (broken_run.py), which the comparison must find.
+
+Exit status: 0 every arm holds and every negative control fails, 1 otherwise, 2 a run could not be made.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+
+
+def flags_of(settings: dict) -> list[str]:
+    """Settings by name as flags: true is a bare flag, a list several words."""
+    words = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def plan_of(description: dict) -> list[tuple[str, list[str], str | None]]:
+    """(folder, flags, fault) of each run. Seeds come first: all arms of one seed can be compared while the others are made."""
+    found = []
+    base, arms = description["base"], description["arms"]
+    for seed in description["seeds"]:
+        for name, settings in arms.items():
+            found.append((f"{name}/seed-{seed}", flags_of(base | (settings or {}) | {"seed": seed}), None))
+    first, seed = next(iter(arms.items())), description["seeds"][0]
+    for fault in description.get("negative_controls", []):
+        found.append((f"negative-control/{fault}", flags_of(base | (first[1] or {}) | {"seed": seed}), fault))
+    return found
+
+
+def progress(folder: Path) -> int:
+    """Iterations in a run's record."""
+    path = folder / "metrics.jsonl"
+    return sum('"lm loss"' in line and '"validation lm loss"' not in line for line in path.open()) if path.exists() else 0
+
+
+def make(folder: Path, flags: list[str], fault: str | None, launcher: list[str], deadline: float) -> bool:
+    """Make one run, or go on with it; False when time is over."""
+    script = [str(HERE / "broken_run.py"), "--break", fault] if fault else [str(REPOSITORY / "pretrain_gpt_thd.py")]
+    checkpoints = folder / "checkpoints"
+    command = [*launcher, *script, *flags, "--run-dir", str(folder), "--save", str(checkpoints), "--load", str(checkpoints)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "output.log").open("a") as log:
+        log.write(f"$ {shlex.join(command)}\n")
+        log.flush()
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.terminate()  # the run saves and leaves
+                process.wait()
+                return False
+            if sys.stderr.isatty():
+                print(f"\r  {folder.parent.name}/{folder.name}: iteration {progress(folder)} ", end="", file=sys.stderr, flush=True)
+            time.sleep(0.5)
+    if process.returncode:
+        raise SystemExit(f"{shlex.join(command)} failed with status {process.returncode}; the end of {folder / 'output.log'}:\n" + _tail(folder / "output.log"))
+    return True
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Behind -- come more flags of pretrain_gpt_thd.py, for all runs.")
+    parser.add_argument("description", type=Path, help="YAML: base, arms, seeds, negative_controls")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder for each run, and report/")
+    parser.add_argument("--launcher", default=sys.executable, help="what starts a script (default: this Python, one rank)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to make now (default: all)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop the run at hand after so long (it is resumed by the next call)")
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    own = parser.parse_args(words[:end])
+    own.flags = words[end + 1 :]
+    description = yaml.safe_load(own.description.read_text(encoding="utf-8"))
+    runs, deadline = plan_of(description), time.monotonic() + own.seconds
+    chosen = [run for run in runs if not own.only or run[0].split("/")[0] in own.only]
+    for number, (name, flags, fault) in enumerate(chosen, start=1):
+        folder = own.output / name
+        if (folder / "summary.json").exists() and not (folder / "unfinished").exists():
+            print(f"[{number}/{len(chosen)}] {name}: is there", flush=True)
+            continue
+        began = time.monotonic()
+        (folder / "unfinished").parent.mkdir(parents=True, exist_ok=True)
+        (folder / "unfinished").touch()
+        whole = make(folder, [*flags, *own.flags], fault, shlex.split(own.launcher), deadline)
+        if not whole:
+            print(f"[{number}/{len(chosen)}] {name}: stopped at iteration {progress(folder)}; the same command goes on", flush=True)
+            return 2
+        (folder / "unfinished").unlink()
+        print(f"[{number}/{len(chosen)}] {name}: {progress(folder)} iterations, {time.monotonic() - began:.0f} s", flush=True)
+    return report(own.output, description, runs)
+
+
+def report(output: Path, description: dict, runs: list) -> int:
+    """Compare all arms that are there; every negative control must fail."""
+    there = [(name, fault) for name, _, fault in runs if (output / name / "summary.json").exists() and not (output / name / "unfinished").exists()]
+    compare = [sys.executable, "-m", "megatron_dyn", "compare"]
+    arms = [f"{name.split('/')[0]}={output / name}" for name, fault in there if fault is None]
+    if len({word.split("=")[0] for word in arms}) < 2:
+        print("fewer than two arms are there: no report yet")
+        return 0
+    held = subprocess.run([*compare, *arms, "--output", str(output / "report")], cwd=REPOSITORY).returncode
+    if held == 2:
+        return 2
+    sound = held == 0
+    reference = f"{next(iter(description['arms']))}={output / runs[0][0]}"
+    for name, fault in there:
+        if fault is not None:
+            found = subprocess.run([*compare, reference, f"{fault}={output / name}", "--json"], cwd=REPOSITORY, capture_output=True, text=True)
+            failed = [verdict["name"] for verdict in json.loads(found.stdout)["verdicts"] if verdict["holds"] is False] if found.stdout else []
+            print(f"negative control '{fault}': {'found, by ' + ', '.join(failed) if found.returncode == 1 else 'NOT FOUND'}")
+            sound &= found.returncode == 1
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

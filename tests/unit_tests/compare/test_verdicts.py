@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts on runs written by hand: what each finds, what it lets pass, and when it does not judge."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megatron_dyn.compare import CompareError, arms_of, compare_runs, read_run
+from megatron_dyn.compare.command import main
+from megatron_dyn.training.metrics_file import strict_json
+
+STEPS = 60
+
+
+def write_run(
+    folder, *, seed=1, way="dynamic", bf16=False, resumed=(), corpus="c", change=lambda loss: loss, norm=1.0, held_out=lambda loss: loss, speed=1.0,
+    steps=STEPS, digest="d", dropped=0, leave_out=(), tp=1,
+):  # fmt: skip
+    """A run of `steps` steps; `change` and `held_out` are applied to the losses that the seed gives."""
+    folder.mkdir(parents=True)
+    settings = {
+        "model": {"num_layers": 2, "hidden_size": 8}, "training": {"seed": seed, "bf16": bf16}, "fp8": {"fp8": None},
+        "data": {"microbatching": way, "max_tokens_per_microbatch": 64}, "logging": {"run_dir": str(folder)}, "checkpoint": {"save": str(folder)},
+        "parallel": {"tensor_model_parallel_size": tp, "data_timeout_secs": seed},
+    }  # fmt: skip
+    about = {
+        "settings": settings, "documents": {"train": corpus}, "parameters": 10, "parallel": {"TP": 1, "SP": 0, "PP": 1, "VPP": 1, "DP": 1},
+        "operations": {"linear": 1e9, "quadratic": 1e6}, "resumed": list(resumed), "device": "none",
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(about))
+    generator = np.random.default_rng(seed)
+    loss = change(4 * np.exp(-np.arange(steps) / 30) + 2 + 0.05 * generator.standard_normal(steps))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for index, value in enumerate(loss.tolist()):
+            if index + 1 in leave_out:
+                continue
+            record = {
+                "iteration": index + 1, "lm loss": value, "grad-norm": norm * (2 + index % 3), "step-time": 0.5 / speed, "num-tokens": 100, "T": [64, 64],
+                "squared-tokens": 5000, "documents-digest": f"{digest}{seed}.{index}", "dropped-documents": dropped,
+            }  # fmt: skip
+            file.write(strict_json(record) + "\n")
+            if (index + 1) % 20 == 0:
+                told = {"validation lm loss": float(held_out(value)), "validation ppl": 1, "validation-tokens": 9, "validation-documents": 2, "validation-time": 0.1}
+                file.write(json.dumps({"iteration": index + 1, **told}) + "\n")
+    return folder
+
+
+def verdicts_of(*folders):
+    return {(verdict.name, verdict.arm): verdict for verdict in compare_runs(arms_of([read_run(folder) for folder in folders]))}
+
+
+def judged(tmp_path, **changes):
+    """Verdicts on a changed fp32 run of another grouping, by name."""
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", way="packed-fixed", **changes)
+    return {name: verdict for (name, _), verdict in verdicts_of(tmp_path / "a", tmp_path / "b").items()}
+
+
+def failing(found):
+    return {name for name, verdict in found.items() if verdict.holds is False}
+
+
+def test_equal_runs_hold_everything(tmp_path):
+    found = judged(tmp_path)
+    assert not failing(found) and found["real tokens a second"].value == pytest.approx(1)
+    assert {verdict.arm for verdict in found.values()} == {"packed-fixed"}
+
+
+@pytest.mark.parametrize(
+    "changes, fails",
+    [
+        (dict(change=lambda loss: loss * (1 + 9e-6)), set()),
+        (dict(change=lambda loss: loss * (1 + 2e-5)), {"first loss", "every loss", "final loss", "held-out loss"}),
+        (dict(change=lambda loss: loss + 1e-3 * (np.arange(len(loss)) == 30)), {"every loss"}),
+        (dict(change=lambda loss: np.where(np.arange(len(loss)) == 59, np.nan, loss), held_out=lambda loss: 2.5), {"every loss", "final loss", "held-out loss"}),
+        (dict(change=lambda loss: loss[::-1]), {"first loss", "every loss", "final loss", "held-out loss", "correlation"}),
+        (dict(norm=1.001), {"first gradient"}),
+        (dict(norm=1.1), {"first gradient", "gradient norm"}),
+        (dict(held_out=lambda loss: loss + 0.01), {"held-out loss"}),
+        (dict(digest="x"), {"documents"}),
+        (dict(corpus="other"), {"documents"}),
+        (dict(dropped=1), {"left out"}),
+    ],
+)
+def test_each_check_finds_its_own(tmp_path, changes, fails):
+    assert failing(judged(tmp_path, **changes)) == fails
+
+
+def test_a_loss_that_is_not_finite_everywhere_is_no_success(tmp_path):
+    found = judged(tmp_path, change=lambda loss: loss * np.nan, held_out=lambda loss: 2.5)
+    assert {"first loss", "final loss"} <= failing(found)
+
+
+def three_seeds(tmp_path, arm, **changes):
+    return [write_run(tmp_path / f"{arm}{seed}", seed=seed, bf16=True, **changes) for seed in (1, 2, 3)]
+
+
+def test_bf16_arms_are_judged_by_what_seeds_differ_by(tmp_path):
+    reference = three_seeds(tmp_path, "a")
+    rounding = np.random.default_rng(9)
+    near = three_seeds(tmp_path, "near", way="packed-fixed", change=lambda loss: loss * (1 + 1e-3 * rounding.uniform(-1, 1, len(loss))))
+    assert not failing({name: verdict for (name, _), verdict in verdicts_of(*reference, *near).items()})
+    parted = three_seeds(tmp_path, "parted", way="fixed-count", change=lambda loss: loss + 0.1 * np.linspace(0, 1, len(loss)))
+    found = verdicts_of(*reference, *near, *parted)
+    assert {name for (name, arm), verdict in found.items() if verdict.holds is False} == {"every loss", "final loss", "held-out loss"}
+    assert {arm for (_, arm), verdict in found.items() if verdict.holds is False} == {"fixed-count"}
+
+
+def test_without_three_seeds_nothing_is_judged_by_noise(tmp_path):
+    reference, other = three_seeds(tmp_path, "a"), three_seeds(tmp_path, "b", way="packed-fixed", change=lambda loss: loss + 1.0 * (np.arange(len(loss)) > 3))
+    found = verdicts_of(*reference[:2], *other[:2])
+    assert found["final loss", "packed-fixed"].holds is None and "needs 3 seeds" in found["final loss", "packed-fixed"].text
+    assert found["first loss", "packed-fixed"].holds  # rounding alone is judged all the same
+
+
+def test_seeds_are_paired_and_arms_without_a_common_seed_refused(tmp_path):
+    write_run(tmp_path / "a", seed=1), write_run(tmp_path / "b", seed=2, way="packed-fixed")
+    with pytest.raises(CompareError, match="without a common seed"):
+        verdicts_of(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_resume_that_jumps_or_loses_steps_is_found(tmp_path):
+    assert not failing(judged(tmp_path / "good", resumed=[30]))
+    jump = judged(tmp_path / "jump", resumed=[30], change=lambda loss: loss + 2.0 * (np.arange(len(loss)) >= 30))
+    assert "resume" in failing(jump)
+    assert "steps" in failing(judged(tmp_path / "lost", resumed=[30], leave_out=(31, 32)))
+    assert failing(judged(tmp_path / "gap", leave_out=(31,))) >= {"steps"}
+
+
+def test_where_and_when_make_no_arm_and_everything_else_does(tmp_path):
+    runs = [read_run(write_run(tmp_path / name, **changes)) for name, changes in {"a": {}, "b": dict(seed=2), "c": dict(tp=2)}.items()]
+    arms = arms_of(runs)
+    assert [(arm.name, list(arm.runs)) for arm in arms] == [("1", [1, 2]), ("2", [1])]
+    assert [arm.name for arm in arms_of(runs, reference="c")] == ["2", "1"]
+    with pytest.raises(CompareError, match="none of the runs"):
+        arms_of(runs, reference="d")
+    with pytest.raises(CompareError, match="nothing to compare"):
+        arms_of(runs[:2])
+
+
+def test_the_same_run_twice_is_refused_unless_the_arms_are_named(tmp_path, capsys):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    with pytest.raises(CompareError, match="same settings and the same seed 1"):
+        main([str(a), str(b)])
+    assert main([f"old={a}", f"new={b}"]) == 0
+    assert "new trains as old does" in capsys.readouterr().out
+
+
+def test_speed_is_the_median_of_steady_steps(tmp_path):
+    write_run(tmp_path / "a"), write_run(tmp_path / "b", way="packed-fixed", speed=2.0)
+    found = {verdict.name: verdict for verdict in compare_runs(arms_of([read_run(tmp_path / name) for name in "ab"]), peak_tflops=1.0)}
+    assert found["real tokens a second"].value == pytest.approx(2) and "(400 to 200)" in found["real tokens a second"].text
+    assert f"MFU {(100e9 + 5000e6) / 0.25 / 1e12:.1%} to {(100e9 + 5000e6) / 0.5 / 1e12:.1%}" in found["operations a second"].text
+
+
+@pytest.mark.parametrize("damage, message", [("run.json", "no readable run.json"), ("metrics.jsonl", "no such file"), ("empty", "no step was recorded")])
+def test_what_is_no_run_is_refused(tmp_path, damage, message):
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text("") if damage == "empty" else (folder / damage).unlink()
+    with pytest.raises(ValueError, match=message):
+        read_run(folder)
