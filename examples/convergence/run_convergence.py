@@ -61,11 +61,11 @@ def progress(folder: Path) -> int:
     return sum('"lm loss"' in line and '"validation lm loss"' not in line for line in path.open()) if path.exists() else 0
 
 
-def make(folder: Path, flags: list[str], fault: str | None, launcher: list[str], deadline: float) -> bool:
+def make(folder: Path, flags: list[str], fault: str | None, launcher: list[str], deadline: float, *, checkpoints: bool) -> bool:
     """Make one run, or go on with it; False when time is over."""
     script = [str(HERE / "broken_run.py"), "--break", fault] if fault else [str(REPOSITORY / "pretrain_gpt_thd.py")]
-    checkpoints = folder / "checkpoints"
-    command = [*launcher, *script, *flags, "--run-dir", str(folder), "--save", str(checkpoints), "--load", str(checkpoints)]
+    saved = ["--save", str(folder / "checkpoints"), "--load", str(folder / "checkpoints")] if checkpoints else []
+    command = [*launcher, *script, *flags, "--run-dir", str(folder), *saved]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "output.log").open("a") as log:
         log.write(f"$ {shlex.join(command)}\n")
@@ -90,7 +90,7 @@ def _tail(path: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Behind -- come more flags of pretrain_gpt_thd.py, for all runs.")
-    parser.add_argument("description", type=Path, help="YAML: base, arms, seeds, negative_controls")
+    parser.add_argument("description", type=Path, help="YAML: base, arms, seeds, negative_controls, checkpoints")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder for each run, and report/")
     parser.add_argument("--launcher", default=sys.executable, help="what starts a script (default: this Python, one rank)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to make now (default: all)")
@@ -110,9 +110,12 @@ def main() -> int:
         began = time.monotonic()
         (folder / "unfinished").parent.mkdir(parents=True, exist_ok=True)
         (folder / "unfinished").touch()
-        whole = make(folder, [*flags, *own.flags], fault, shlex.split(own.launcher), deadline)
+        whole = make(
+            folder, [*flags, *own.flags], fault, shlex.split(own.launcher), deadline, checkpoints=description.get("checkpoints", True)
+        )
         if not whole:
             print(f"[{number}/{len(chosen)}] {name}: stopped at iteration {progress(folder)}; the same command goes on", flush=True)
+            report(own.output, description, runs)
             return 2
         (folder / "unfinished").unlink()
         print(f"[{number}/{len(chosen)}] {name}: {progress(folder)} iterations, {time.monotonic() - began:.0f} s", flush=True)
