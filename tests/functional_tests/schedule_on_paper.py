@@ -56,7 +56,7 @@ class Op:
     """Ops that are posted together and waited for together."""
 
 
-class _Group:
+class Group:
     """Stands in for a process group."""
 
     def __init__(self, rank: int, size: int):
@@ -175,8 +175,8 @@ def programs_of(case: Case, monkeypatch) -> list[list[tuple[str, object]]]:
             _Chunk(config, number, rank == 0 and number == 0, rank == case.pp - 1 and number == case.vpp - 1) for number in range(case.vpp)
         ]
         groups = ProcessGroupCollection()
-        groups.tp = groups.cp = groups.embd = groups.pos_embd = groups.dp_cp = _Group(0, 1)
-        groups.pp = _Group(rank, case.pp)
+        groups.tp = groups.cp = groups.embd = groups.pos_embd = groups.dp_cp = Group(0, 1)
+        groups.pp = Group(rank, case.pp)
         communicator = _Noting(groups.pp, config)
 
         def forward_step(iterator, chunk):

@@ -5,9 +5,13 @@ A step has K documents, each in a microbatch of its own (the interleaved schedul
 one rank that reads one unpadded document at a time. Each case has its own time-out; a hang fails with the stack of every rank.
 """
 
+import sys
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from launch import RanksFailed, launch
 from planned_mutants import backward_posted_first, chunk_ignored, forward_position_for_backward, last_microbatch
 from reference import GPT2, LLAMA, LOSS_TOLERANCE, check_step, make_documents, reference_steps
@@ -96,6 +100,32 @@ def whole_matrix():
 @pytest.mark.parametrize("pp, vpp, k, way, gpt", list(whole_matrix()), ids=named)
 def test_the_whole_matrix_equals_the_reference(pp, vpp, k, way, gpt, monkeypatch):
     check(scenario(pp, vpp, k, way, gpt), way, monkeypatch)
+
+
+def count_exchanges(rank: int, world: int, case: Scenario):
+    """Shapes of all that is sent, and how often the schedule waits for the device or copies a tensor to the host."""
+    run, sent, waits = Run(case), [], []
+    originals = c10d.isend, torch.cuda.synchronize, torch.Tensor.tolist
+
+    def isend(tensor, *args, **kwargs):
+        sent.append(tuple(tensor.shape))
+        return originals[0](tensor, *args, **kwargs)
+
+    _, microbatches = run.microbatches(1)
+    c10d.isend = dist.isend = isend
+    torch.cuda.synchronize = lambda *args: waits.append("synchronize")
+    torch.Tensor.tolist = lambda self: waits.append("tolist") if "pipeline" in sys._getframe(1).f_code.co_filename else originals[2](self)
+    run.stepper.forward_backward(microbatches, forward_only=False)
+    return sent, waits, [microbatch.T for microbatch in microbatches]
+
+
+@pytest.mark.parametrize("vpp, way", [(1, "batched"), (2, "overlapped")])
+def test_nothing_but_activations_and_gradients_travels_and_nothing_waits_for_the_device(vpp, way):
+    results = launch(2, count_exchanges, scenario(2, vpp, 4, way))
+    T = results[0][2]
+    links = 2 * vpp - 1
+    assert sorted(shape for sent, *_ in results for shape in sent) == sorted([(length, 1, 32) for length in T] * 2 * links)
+    assert all(waits == [] for _, waits, _ in results)
 
 
 # Refusals and mutants -------------------------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ each other under the rules of gloo and of NCCL.
 """
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 from planned_mutants import (
     backward_posted_first,
     chunk_ignored,
@@ -14,10 +18,11 @@ from planned_mutants import (
     last_microbatch,
     sends_posted_first,
 )
-from schedule_on_paper import Case, Stuck, play, programs_of
+from schedule_on_paper import Case, Group, Stuck, play, programs_of
 
 from megatron_dyn import device
 from megatron_dyn.pipeline.messages import planned_messages
+from megatron_dyn.pipeline.planned_p2p import PlannedMessageError, PlannedP2PCommunicator
 
 
 def cases(sizes, chunks, counts):
@@ -91,6 +96,37 @@ def test_a_mutant_is_caught(mutant, case, monkeypatch):
             check(case, monkeypatch)
     finally:
         planned_messages.cache_clear()
+
+
+def test_what_is_sent_outlives_the_schedules_own_tensor(monkeypatch):
+    """The schedule frees an output right after its send was posted; gloo and NCCL may read it later."""
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    config = ModelParallelConfig(pipeline_dtype=torch.float32, pipeline_model_parallel_size=2, microbatch_group_size_per_vp_stage=2)
+    config.hidden_size = 2
+    communicator = PlannedP2PCommunicator(Group(0, 2), config)
+    monkeypatch.setattr(communicator, "_post", lambda tensors, messages: {"send_next": tensors["send_next"]})
+    output = torch.arange(6.0).reshape(3, 1, 2).requires_grad_() * 1
+    with pytest.raises(PlannedMessageError, match="ended before all planned messages .*1 x forward activation to the next stage"):
+        with communicator.step([3, 4], forward_only=True):
+            _, held = communicator.send_forward_recv_forward(output, recv_prev=False, tensor_shape=None, overlap_p2p_comm=True)
+            deallocate_output_tensor(output, True)
+            assert output.numel() == 1
+            assert torch.equal(held["send_next"], torch.arange(6.0).reshape(3, 1, 2))
+            with pytest.raises(PlannedMessageError, match="shape .3, 1, 2. .*planned are .4, 1, 2."):
+                communicator.send_forward(torch.zeros(3, 1, 2), is_last_stage=False)
+            communicator._reached["send_next"] = 1
+    with pytest.raises(PlannedMessageError, match="outside of a step"):
+        communicator.send_forward(torch.zeros(3, 1, 2), is_last_stage=False)
+
+
+def test_settings_without_a_schedule_are_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+    with pytest.raises(ValueError, match="cannot be batched"):
+        PlannedP2PCommunicator(Group(0, 2), ModelParallelConfig(overlap_p2p_comm=True, batch_p2p_comm=True))
+    divided = ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    with pytest.raises(ValueError, match="microbatch 1 has T = 5, which cannot be divided over the 2 ranks"):
+        with PlannedP2PCommunicator(Group(0, 2), divided).step([4, 5], forward_only=True):
+            pass
 
 
 def test_two_phases_would_deadlock(monkeypatch):
