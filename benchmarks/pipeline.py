@@ -14,11 +14,13 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore", module="megatron.core")  # of packages that are not installed
 
 import torch
 import torch.distributed as dist
@@ -141,8 +143,9 @@ def worker(rank: int, wanted: argparse.Namespace, vpp: int, rendezvous: str, ans
 def parts(wanted: argparse.Namespace, vpp: int):
     """Model and microbatches: lengths alternate between the wanted ones."""
     settings = {
-        "num-layers": wanted.pp * vpp * wanted.layers, "hidden-size": wanted.hidden, "num-attention-heads": 4, "max-tokens-per-microbatch": max(wanted.tokens),
-        "vocab-size": VOCABULARY, "make-vocab-size-divisible-by": 8, "data-path": "none", "global-batch-size": 1, "lr": 1, "train-iters": 1,
+        "num-layers": wanted.pp * vpp * wanted.layers, "hidden-size": wanted.hidden, "num-attention-heads": 4, "vocab-size": VOCABULARY,
+        "max-tokens-per-microbatch": max(wanted.tokens), "make-vocab-size-divisible-by": 8, "data-path": "none", "global-batch-size": 1,
+        "lr": 1, "train-iters": 1,
         "pipeline-model-parallel-size": wanted.pp, **({"num-virtual-stages-per-pipeline-rank": vpp} if vpp > 1 else {}),
     }  # fmt: skip
     run = parse_arguments([word for flag, value in settings.items() for word in (f"--{flag}", str(value))], world_size=wanted.pp)
@@ -175,11 +178,13 @@ def main() -> int:
     wanted = parser.parse_args()
     named = {vpp: "1F1B" if vpp == 1 else f"interleaved, VPP {vpp}, overlapped" for vpp in wanted.vpp}
     results = {vpp: measured(wanted, vpp) for vpp in wanted.vpp}
-    lines = [f"PP {wanted.pp}, {wanted.microbatches} microbatches of T = {', '.join(map(str, wanted.tokens))} in turn, hidden {wanted.hidden}; one step, all ranks"]
+    T = ", ".join(map(str, wanted.tokens))
+    lines = [f"PP {wanted.pp}, {wanted.microbatches} microbatches of T = {T} in turn, hidden {wanted.hidden}; counts of one step over all ranks"]
     heads = [f"{named[vpp]}: {way}" for vpp in results for way in ("stock", "planned")]
     lines += ["", "| counted | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for name in COUNTED:
-        lines.append(f"| {name} | " + " | ".join(str(result["counts"][way][name]) for result in results.values() for way in ("stock", "planned")) + " |")
+        numbers = [str(result["counts"][way][name]) for result in results.values() for way in ("stock", "planned")]
+        lines.append(f"| {name} | " + " | ".join(numbers) + " |")
     lines += ["", "| schedule | stock ms | planned ms | planned / stock, median of pairs | quartiles | gradients |", "|---|---|---|---|---|---|"]
     for vpp, result in results.items():
         ratios = sorted(planned / stock for stock, planned in result["pairs"])

@@ -91,6 +91,7 @@ class PlannedP2PCommunicator(P2PCommunicator):
         self._planned: dict[str, tuple[Message, ...]] = {}
         self._reached = dict.fromkeys(_WORDS, 0)
         self._outstanding: list[Request] = []
+        self._leaving: dict[str, Request] = {}
         self._measure_waits = measure_waits
         self._waits: list[tuple[object, object]] = []
 
@@ -122,14 +123,14 @@ class PlannedP2PCommunicator(P2PCommunicator):
             forward_only=forward_only,
         )
         self._reached = dict.fromkeys(_WORDS, 0)
-        self._outstanding, self._waits = [], []
+        self._outstanding, self._leaving, self._waits = [], {}, []
         try:
             yield
             for request in list(self._outstanding):  # the schedule does not wait for its last sends
                 request.wait()
             self._check_complete()
         finally:
-            self._rows, self._outstanding, self.waiting = None, [], None
+            self._rows, self._outstanding, self._leaving, self.waiting = None, [], {}, None
 
     def waited_seconds(self) -> float:
         """Seconds of the last step in which this stage waited for its neighbours. On CUDA the device must have finished the step."""
@@ -180,10 +181,20 @@ class PlannedP2PCommunicator(P2PCommunicator):
         received = {direction: tensors.get(direction) for direction in RECEIVES}
         requests = self._post(tensors, messages)
         if wait_on_reqs:
-            for request in requests.values():
-                request.wait()
+            self._wait(requests)
             requests = None
         return received["recv_prev"], received["recv_next"], requests
+
+    def _wait(self, requests: dict[str, Request]) -> None:
+        """Wait for what is received. A send keeps its tensor, so this stage goes on while it leaves; it waits for the send before."""
+        for direction in RECEIVES:
+            if direction in requests:
+                requests[direction].wait()
+        for direction in SENDS:
+            if direction in requests:
+                if (before := self._leaving.get(direction)) is not None:
+                    before.wait()
+                self._leaving[direction] = requests[direction]
 
     def _next(self, direction: str) -> Message:
         if self._rows is None:
@@ -226,17 +237,26 @@ class PlannedP2PCommunicator(P2PCommunicator):
                 dist.P2POp(dist.isend if direction in SENDS else dist.irecv, tensor, peers[direction], self.pp_group)
                 for direction, tensor in tensors.items()
             ]
-            what = " and ".join(f"{_WORDS[direction]} ({_named(message)})" for direction, message in messages.items())
-            request = Request(self, dist.batch_isend_irecv(ops), list(tensors.values()), what)
-            self._outstanding.append(request)
-            return dict.fromkeys(tensors, request)
-        requests = {}
+            works = dist.batch_isend_irecv(ops)
+            if len(works) != len(ops):  # NCCL: one for all of them
+                what = " and ".join(f"{_WORDS[direction]} ({_named(message)})" for direction, message in messages.items())
+                request = Request(self, works, list(tensors.values()), what)
+                self._outstanding.append(request)
+                return dict.fromkeys(tensors, request)
+            return self._requests(tensors, messages, works)
+        works = []
         for direction, tensor in tensors.items():
             exchange = dist.isend if direction in SENDS else dist.irecv
             # A message belongs to the communicator of the rank that sends it.
             sender = (self.pp_group.rank() + (direction in RECEIVES)) % 2
-            work = exchange(tensor, peers[direction], group=self._groups[sender])
-            requests[direction] = Request(self, [work], [tensor], f"{_WORDS[direction]} ({_named(messages[direction])})")
+            works.append(exchange(tensor, peers[direction], group=self._groups[sender]))
+        return self._requests(tensors, messages, works)
+
+    def _requests(self, tensors: dict[str, torch.Tensor], messages: dict[str, Message], works: list) -> dict[str, Request]:
+        requests = {
+            direction: Request(self, [work], [tensor], f"{_WORDS[direction]} ({_named(messages[direction])})")
+            for (direction, tensor), work in zip(tensors.items(), works, strict=True)
+        }
         self._outstanding += requests.values()
         return requests
 

@@ -79,6 +79,7 @@ class _Noting(planned_p2p.PlannedP2PCommunicator):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.program: list[tuple[str, object]] = []
+        self.one_request = False  # for all messages of a call: batched ones of NCCL
         self._calls = 0
 
     def _buffer(self, message: Message) -> torch.Tensor:
@@ -97,17 +98,15 @@ class _Noting(planned_p2p.PlannedP2PCommunicator):
             sender = rank if direction in SENDS else peer
             channel = sender % 2 if size == 2 and not self.config.batch_p2p_comm else 0
             op = Op(rank, direction, peer, message, channel, self._calls)
-            if self.config.batch_p2p_comm and requests:
+            if self.one_request and requests:
                 self.program[-1][1].append(op)
-                requests[direction] = next(iter(requests.values()))
+                requests[direction] = request
                 continue
             self.program.append(("post", [op]))
-            requests[direction] = planned_p2p.Request(self, [_Work(self.program, self._calls)], [], direction)
-            if not self.config.batch_p2p_comm:
-                self._calls += 1
-        if self.config.batch_p2p_comm and requests:
-            self._calls += 1
-        self._outstanding += list({id(request): request for request in requests.values()}.values())
+            request = requests[direction] = planned_p2p.Request(self, [_Work(self.program, self._calls)], [], direction)
+            self._outstanding.append(request)
+            self._calls += not self.one_request
+        self._calls += self.one_request
         return requests
 
 
@@ -157,8 +156,8 @@ class _Tagged(torch.autograd.Function):
         return torch.full_like(gradient, ctx.value), None, None
 
 
-def programs_of(case: Case, monkeypatch) -> list[list[tuple[str, object]]]:
-    """What each rank posts and waits for, in order."""
+def programs_of(case: Case, monkeypatch, *, rules: str) -> list[list[tuple[str, object]]]:
+    """What each rank posts and waits for, in order. NCCL gives one request for a batch, gloo one for each message."""
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(utils, "get_pg_rank", lambda group: group.rank())
     monkeypatch.setattr(utils, "get_pg_size", lambda group: group.size())
@@ -178,6 +177,7 @@ def programs_of(case: Case, monkeypatch) -> list[list[tuple[str, object]]]:
         groups.tp = groups.cp = groups.embd = groups.pos_embd = groups.dp_cp = Group(0, 1)
         groups.pp = Group(rank, case.pp)
         communicator = _Noting(groups.pp, config)
+        communicator.one_request = case.batched and rules == "nccl"
 
         def forward_step(iterator, chunk):
             return chunk(*next(iterator)), lambda output: (output, torch.tensor(1, dtype=torch.int), {})

@@ -19,6 +19,7 @@ from trained_steps import Run, Scenario, check_scenario, launch_scenario
 
 import megatron_dyn.pipeline.planned_p2p as planned_p2p
 import megatron_dyn.training.model as model
+import megatron_dyn.training.step as step
 from megatron_dyn.pipeline.schedule import microbatch_multiple
 
 BATCHED = dict(overlap_p2p_communication=False)
@@ -42,7 +43,7 @@ def scenario(pp: int, vpp: int, k: int, way: str, gpt=LLAMA, **changes) -> Scena
 def train_and_evaluate(rank: int, world: int, case: Scenario):
     """Both steps, then the loss on the first one's documents without gradients."""
     run = Run(case)
-    steps = [run.train(step) for step in range(case.steps)]
+    steps = [run.train(number) for number in range(case.steps)]
     _, microbatches = run.microbatches(0)
     evaluation, _ = run.stepper.forward_backward(microbatches, forward_only=True)
     return steps, evaluation.mean, len(microbatches), run.stepper.models[0].config
@@ -149,6 +150,20 @@ def test_a_tensor_of_another_length_than_planned_is_named(monkeypatch):
     told = r"forward activation to the next stage of microbatch 0, chunk 0 has shape \(11, 1, 32\).*\(12, 1, 32\)"
     with pytest.raises(RanksFailed, match=told):
         launch(2, train_and_evaluate, scenario(2, 1, 2, "batched"), timeout=30)
+
+
+def compute_in_another_order(rank: int, world: int, case: Scenario) -> None:
+    """The second stage reads its microbatches backwards; messages still follow the plan."""
+    run = Run(case)
+    _, microbatches = run.microbatches(1)
+    T = [microbatch.T for microbatch in microbatches]
+    mine = microbatches[::-1] if rank == 1 else microbatches
+    run.stepper.schedule.run(step.forward_step, run.models, [iter(mine)], T=T, forward_only=True)
+
+
+def test_a_chunk_refuses_rows_of_another_microbatch():
+    with pytest.raises(RanksFailed, match=r"microbatch 1 of step 1 \(T = 3, 3 rows on each rank\) received 16 rows from the previous stage"):
+        launch(2, compute_in_another_order, scenario(2, 1, 2, "batched"), timeout=30)
 
 
 NAMED = "of microbatch ., chunk . has shape .*, planned are"
