@@ -32,7 +32,7 @@ from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
 from megatron_dyn.planning.config import MICROBATCHINGS
 from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
-from megatron_dyn.training.distributed import StopRequest, initialize, world_size_from_environment
+from megatron_dyn.training.distributed import initialize, world_size_from_environment
 from megatron_dyn.training.inputs import layers_for, process_group_backend
 from megatron_dyn.training.launch import run_model
 from megatron_dyn.training.loop import Trainer
@@ -40,6 +40,7 @@ from megatron_dyn.training.model import padded_vocab_size
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.step import Stepper
+from megatron_dyn.training.stop_request import StopRequest
 
 MODELS = {
     "tiny": "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4",

@@ -15,7 +15,6 @@ everybody waits for. A rank that sees another world than rank 0 says so at once,
 import functools
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -29,7 +28,6 @@ from megatron_dyn.pipeline.agreement import AgreementError, LostRankError, holde
 _POLL_SECS = 0.02
 _FAREWELL_SECS = 2.0
 _MOST_TOLD = 6
-_PREFIX = "megatron_dyn/handshake"
 
 
 @functools.cache
@@ -43,40 +41,11 @@ def code_version() -> str:
     return f"{megatron_dyn.__version__} ({digest.hexdigest()[:12]})"
 
 
-def open_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store that the launcher's environment names.
-
-    Args:
-        timeout: Longest wait for a key.
-
-    Returns:
-        The store, this process's rank, and the number of ranks; a store of its own, 0 and 1 without a launcher.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        return dist.HashStore(), 0, 1
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    else:
-        # Not the rendezvous: rank 0 would wait in it for a world that may not be the others'.
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
-        )
-    store.set_timeout(timeout)
-    return store, rank, world
-
-
 def shake_hands(store: dist.Store, rank: int, world: int, facts: Mapping[str, object], *, timeout: timedelta) -> dict[str, str]:
     """Compare the facts of all ranks.
 
     Args:
-        store: Where they meet.
+        store: Where they meet; in a namespace that no earlier attempt of the job has used.
         rank: This rank.
         world: Number of ranks it was told.
         facts: Name -> value, in the order in which differences are told. A rank that lacks a name has no say in it.
@@ -89,8 +58,6 @@ def shake_hands(store: dist.Store, rank: int, world: int, facts: Mapping[str, ob
         AgreementError: On every rank, naming the ranks that differ and in what.
         LostRankError: A rank did not come in time, or the store is gone.
     """
-    # torchrun's store may outlive an attempt: the next one must not read its keys.
-    store = dist.PrefixStore(f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     refusal = ""
     try:
         if rank == 0:

@@ -27,9 +27,10 @@ from megatron_dyn.pipeline.agreement import losing_a_rank_during, new_cpu_group
 from megatron_dyn.pipeline.handshake import code_version
 from megatron_dyn.pipeline.plan_agreement import Held, PlanAgreement, plan_constants
 from megatron_dyn.planning import Planner, StepPlan
-from megatron_dyn.training.distributed import StopRequest, tensor_parallel_cpu_group
+from megatron_dyn.training.distributed import tensor_parallel_cpu_group
 from megatron_dyn.training.facts import schedule_facts
 from megatron_dyn.training.run_config import RunConfig
+from megatron_dyn.training.stop_request import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,9 +60,20 @@ class ParallelConfig:
     distributed_timeout_minutes: int = 10
     """Minutes that a collective may wait for its peers before the run is given up."""
 
+    stall_timeout: float | None = None
+    """Seconds without progress on any rank until each shows its stack and the job ends (0: never; none: 9/10 of the collectives' time-out)."""
+
+    heartbeat_timeout: float = 30.0
+    """Seconds without a sign of life of a rank (killed, frozen, its node gone) after which the job ends (0: never)."""
+
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes"):
             require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}: it must be at least 1")
+        require(self.stall_timeout is None or self.stall_timeout >= 0, f"--stall-timeout is {self.stall_timeout}: it must be at least 0")
+        require(
+            self.heartbeat_timeout == 0 or self.heartbeat_timeout >= 2,
+            f"--heartbeat-timeout is {self.heartbeat_timeout}: it must be 0 (never) or at least 2, or a busy machine would end healthy runs",
+        )
         if self.num_virtual_stages_per_pipeline_rank == 1:
             self.num_virtual_stages_per_pipeline_rank = None
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -81,6 +92,14 @@ class ParallelConfig:
             )
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    @property
+    def stall_timeout_secs(self) -> float:
+        """Longest time without progress: shorter than a collective's time-out, so that the stacks are seen before it strikes; 0: no limit.
+
+        Starting, the first step and saving get `progress.PATIENCE` times as long.
+        """
+        return 54.0 * self.distributed_timeout_minutes if self.stall_timeout is None else self.stall_timeout
 
     @property
     def data_timeout_secs(self) -> float:

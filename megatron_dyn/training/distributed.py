@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups, seeds and the request to stop: what a run sets up once."""
+"""Process groups and seeds: what a run sets up once."""
 
 import os
-import signal
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -10,8 +9,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_dyn import device
-from megatron_dyn.pipeline.handshake import open_store, shake_hands
+from megatron_dyn.pipeline.handshake import shake_hands
 from megatron_dyn.training.config import ConfigError, ParallelConfig
+from megatron_dyn.training.rendezvous import Meeting, meet
 
 
 def world_size_from_environment() -> int:
@@ -33,11 +33,12 @@ def rank_from_environment() -> int:
     return int(os.environ["RANK"]) if "WORLD_SIZE" in os.environ else 0
 
 
-def meet_ranks(parallel: ParallelConfig, *, backend: str, facts: Mapping[str, object]) -> dict[str, str]:
+def meet_ranks(parallel: ParallelConfig, meeting: Meeting, *, backend: str, facts: Mapping[str, object]) -> dict[str, str]:
     """Compare what all ranks are about to run (`shake_hands`), then make the group of all of them.
 
     Args:
         parallel: The time-out.
+        meeting: Where the ranks have met.
         backend: "nccl" or "gloo".
         facts: Name -> value, equal on all ranks.
 
@@ -48,9 +49,8 @@ def meet_ranks(parallel: ParallelConfig, *, backend: str, facts: Mapping[str, ob
         AgreementError: On every rank: they differ.
     """
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    store, rank, world = open_store(timeout)
-    of_rank_0 = shake_hands(store, rank, world, facts, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    of_rank_0 = shake_hands(meeting.client("handshake", timeout), meeting.rank, meeting.world, facts, timeout=timeout)
+    _make_group_of_all(meeting, backend, timeout)
     return of_rank_0
 
 
@@ -67,8 +67,7 @@ def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.Pro
     """
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if not dist.is_initialized():
-        store, rank, world = open_store(timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        _make_group_of_all(meet(timeout=timeout), backend, timeout)
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -78,6 +77,11 @@ def initialize(parallel: ParallelConfig, *, backend: str, seed: int) -> dist.Pro
     # Pipeline stages part by 100 (as in Megatron-LM) so that their dropout differs; data-parallel ranks share seeds.
     device.seed_everything(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     return None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _make_group_of_all(meeting: Meeting, backend: str, timeout: timedelta) -> None:
+    store = meeting.client("groups", timeout)
+    dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=meeting.world, timeout=timeout)
 
 
 def tensor_parallel_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -92,25 +96,3 @@ def tensor_parallel_cpu_group(timeout: timedelta) -> dist.ProcessGroup:
         group = dist.new_group(ranks, backend="gloo", timeout=timeout)
         mine = group if dist.get_rank() in ranks else mine
     return mine
-
-
-class StopRequest:
-    """Remembers that the process was asked to end (SIGTERM, or Ctrl-C once), so that the loop can save first.
-
-    A scheduler sends SIGTERM and kills some time later; the loop looks once a step, and all ranks stop after the same one.
-    A second Ctrl-C interrupts at once (below torchrun it arrives as SIGTERM, and the step is finished).
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def _handle(self, signum: int, frame: object) -> None:
-        if signum == signal.SIGINT and self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-    def close(self) -> None:
-        """Give the signals back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)

@@ -19,8 +19,9 @@ from megatron_dyn.pipeline.agreement import losing_a_rank_during
 from megatron_dyn.pipeline.plan_agreement import PlanAgreement
 from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
 from megatron_dyn.training.agreed_steps import AgreedSteps
-from megatron_dyn.training.distributed import StopRequest
+from megatron_dyn.training.progress import PROGRESS
 from megatron_dyn.training.step import Stepper
+from megatron_dyn.training.stop_request import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,7 @@ class Evaluator:
             )
             with stream, steps:
                 for step in range(self.steps):
+                    PROGRESS.mark("evaluating")
                     agreed = steps.next(more=step + 1 < self.steps)
                     if agreed is None:
                         return None

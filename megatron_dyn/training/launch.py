@@ -7,7 +7,7 @@ Everything that can be refused without other ranks is refused before a process g
 import contextlib
 import importlib.util
 import sys
-import traceback
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -25,75 +25,108 @@ from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
 from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.distributed import StopRequest, initialize, meet_ranks, world_size_from_environment
+from megatron_dyn.training.distributed import initialize, meet_ranks, world_size_from_environment
 from megatron_dyn.training.evaluate import Evaluator
+from megatron_dyn.training.failure_board import FailureBoard
 from megatron_dyn.training.facts import TRAINING_DOCUMENTS, VALIDATION_DOCUMENTS, run_facts
 from megatron_dyn.training.folders import FolderLocks
 from megatron_dyn.training.inputs import Inputs
+from megatron_dyn.training.job_failure import report, tell
+from megatron_dyn.training.job_watch import JobWatch
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.metrics_file import MetricsError
 from megatron_dyn.training.model import build_model, padded_vocab_size, transformer_config
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
 from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings, prepare_overlap
+from megatron_dyn.training.progress import PROGRESS
+from megatron_dyn.training.rendezvous import Meeting, RefusedError, meet, uses_launchers_store
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
+from megatron_dyn.training.stop_request import StopRequest
 from megatron_dyn.userbuffers import ActiveShapeError, OverlapConfigError
 from megatron_dyn.userbuffers.native_build import NativeBuildError
 
 # What a user can mend: told in one line a rank, without a traceback.
 _EXPLAINED = (
     ActiveShapeError, AgreementError, CheckpointError, ConfigError, CorpusError, NativeBuildError, NonFiniteError, OverlapConfigError, PlanError,
-    StreamError, OSError,
+    RefusedError, StreamError, OSError,
 )  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
     """Entry of `pretrain_gpt_thd.py`.
 
     Args:
         argv: Arguments; None takes the process's.
+        stop: Listens since before this module was imported; None begins to listen now.
 
     Returns:
         Exit status: 0 finished or asked to stop (state saved), 1 failed on the way, 2 refused before anything started.
     """
+    stop = StopRequest() if stop is None else stop
+    PROGRESS.restart()
     try:
         run = parse_arguments(sys.argv[1:] if argv is None else argv, world_size=world_size_from_environment())
         inputs = Inputs(run)
     except (ConfigError, CorpusError, PlanError, OSError) as error:
         print(f"pretrain_gpt_thd.py: error: {error}", file=sys.stderr, flush=True)
+        _tell_ranks_that_wait(error)
         return 2
+    watch = None
     try:
-        pretrain(run, inputs)
-    except _EXPLAINED as error:
-        print(f"[rank {_rank()}] {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        meeting = meet(timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes))
+        watch = _watch(run, meeting, stop)
+        pretrain(run, inputs, meeting, stop=stop, watch=watch)
+    except (Exception, KeyboardInterrupt) as error:
+        standing = PROGRESS.standing
+        told = tell(error, standing, budget=run.data.max_tokens_per_microbatch, explained=_EXPLAINED)
+        text = told.text if watch is None else report(error, told, watch, standing)
+        if text:
+            print(f"[rank {_rank()}] {text}", file=sys.stderr, flush=True)
         return 1
-    except Exception:
-        print(f"[rank {_rank()}] {traceback.format_exc()}", file=sys.stderr, flush=True)
-        return 1
+    finally:
+        if watch is not None:
+            watch.close()
+        stop.close()
     return 0
 
 
-def pretrain(run: RunConfig, inputs: Inputs) -> None:
+def _watch(run: RunConfig, meeting: Meeting, stop: StopRequest) -> JobWatch:
+    board = FailureBoard(meeting.client("failures"), rank=meeting.rank, world=meeting.world)
+    times = dict(heartbeat_secs=run.parallel.heartbeat_timeout, stall_secs=run.parallel.stall_timeout_secs)
+    return JobWatch(board, hosts_store=meeting.hosts_store, stop=stop, **times).start()
+
+
+def _tell_ranks_that_wait(error: Exception) -> None:
+    """A refusal on this rank alone (a file that its node lacks) must not leave the others at the rendezvous until it times out."""
+    if uses_launchers_store():  # else it is rank 0's, which may have refused as well
+        with contextlib.suppress(RuntimeError):
+            meet(timeout=timedelta(seconds=10), refusal=f"{type(error).__name__}: {error}")
+
+
+def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequest, watch: JobWatch) -> None:
     """Train as told; the state is saved on the way and at the end.
 
     Args:
         run: Settings.
         inputs: What the run reads.
+        meeting: Where the ranks have met.
+        stop: A request that the loop looks at.
+        watch: Looks at the other ranks.
 
     Raises:
         AgreementError: The ranks hold different plans, or one of them failed.
         NonFiniteError: The loss or a gradient is NaN or infinite, and the policy is to stop.
         CheckpointError: A checkpoint cannot be read or written.
     """
-    stop = StopRequest()  # from here on SIGTERM is a request that the loop looks at
     if inputs.device.type == "cpu":
         device.install_cpu_replacements()
     elif inputs.process_group_backend == "gloo":
         device.share_a_card_over_gloo()
     facts = run_facts(run, inputs)
-    of_rank_0 = meet_ranks(run.parallel, backend=inputs.process_group_backend, facts=facts)
+    of_rank_0 = meet_ranks(run.parallel, meeting, backend=inputs.process_group_backend, facts=facts)
     if not inputs.reads_tokens:
         inputs.adopt_fingerprints(run, training=of_rank_0[TRAINING_DOCUMENTS], validation=of_rank_0[VALIDATION_DOCUMENTS])
     agreement = Agreement(initialize(run.parallel, backend=inputs.process_group_backend, seed=run.training.seed))
@@ -110,6 +143,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         failure = error
     agreement.check("the UserBuffers extension", extension, error=failure)
 
+    PROGRESS.mark("building the model")
     rank = parallel_state.get_data_parallel_rank()
     config, chunks, overlap = run_model(
         run, vocab_size=inputs.vocab_size, layers=inputs.layers, process_group_backend=inputs.process_group_backend
@@ -128,6 +162,7 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         manager = CheckpointManager(
             save=run.checkpoint.save, load=run.checkpoint.load, keep_last=run.checkpoint.keep_last, vocab_size=inputs.vocab_size
         )
+        PROGRESS.mark("loading")
         state = manager.load(models=models, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
         if state is not None:
             progress = {"iteration": state.iteration, **{name: state.extra[name] for name in progress if name != "iteration"}}
@@ -195,10 +230,10 @@ def pretrain(run: RunConfig, inputs: Inputs) -> None:
         if memory is not None:
             extra["peak_memory_gib"] = memory["peak_reserved"] / 2**30
         log.finish(extra)
+    watch.finishing()
     dist.barrier()
     userbuffers.destroy_ub()
     dist.destroy_process_group()
-    stop.close()
     if locks is not None:
         locks.release()
 

@@ -23,13 +23,14 @@ from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
 from megatron_dyn.training.agreed_steps import AgreedSteps
 from megatron_dyn.training.bubble import BubbleMeter
 from megatron_dyn.training.checkpoint import CheckpointManager
-from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.evaluate import Evaluator, parameters_gathered
 from megatron_dyn.training.metrics import StepRecord
 from megatron_dyn.training.nonfinite import MOST_NONFINITE_IN_A_ROW, explain_nonfinite
+from megatron_dyn.training.progress import PROGRESS
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
 from megatron_dyn.training.step import Stepper
+from megatron_dyn.training.stop_request import StopRequest
 
 
 class Trainer:
@@ -139,10 +140,12 @@ class Trainer:
         """One iteration; True (and nothing done) when the ranks agreed to stop instead."""
         started = time.perf_counter()
         iteration = self.iteration + 1
+        PROGRESS.begin_step(iteration)
         agreed = steps.next(more=not self._leaves_after(iteration))
         if agreed is None:
             return True
         plan, microbatches = agreed
+        PROGRESS.begin_step(iteration, len(microbatches))
         data_time = steps.last_data_wait_secs
         loss_tokens = plan.num_loss_tokens
         learning_rate = self.stepper.learning_rate
@@ -159,6 +162,7 @@ class Trainer:
                 policy = "give up" if gives_up else self.run.training.on_nan
                 self.log.warning(explain_nonfinite(iteration, outcome, self.stepper, plan, microbatches, self.corpus, policy))
         device.synchronize()
+        PROGRESS.end_step()
         self.iteration = iteration
         self._position = self._stream.state_dict()
         self.consumed_tokens += plan.stats.tokens
@@ -213,6 +217,7 @@ class Trainer:
             self.log.warning(f"not saved after iteration {self.iteration}: its loss or gradient was not finite, so the weights may be spoilt")
             return
         started = time.perf_counter()
+        PROGRESS.mark("saving", patient=True)
         with parameters_gathered(self.stepper.models), torch.no_grad():
             path = self.checkpoints.save(
                 self.iteration,

@@ -27,6 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_dyn.microbatch import PackedMicrobatch
 from megatron_dyn.pipeline.run import ScheduleRunner
+from megatron_dyn.training.progress import PROGRESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,7 @@ def forward_step(data_iterator: Iterator[PackedMicrobatch], model: torch.nn.Modu
         Output of the chunk ([1, T] token losses on the last stage, else [s, 1, hidden]) and the function that sums them.
     """
     microbatch = next(data_iterator)
+    PROGRESS.forward(microbatch.index, microbatch.tokens.shape[1])
     _check_input(model, microbatch)
     output = model(
         microbatch.tokens,
@@ -168,6 +170,7 @@ class Stepper:
                 f"the microbatches of this step hold {loss.tokens} loss tokens, its plan {loss_tokens}: loss and gradients are those of "
                 "other tokens than planned. The weights are unchanged. This is a defect; please report it"
             )
+        PROGRESS.mark("updating the weights")
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         updated = loss.bad_microbatches == 0 and math.isfinite(grad_norm)

@@ -138,7 +138,7 @@ def _collect(readers, processes, folder, started, timeout, grace) -> "list[Outco
 
 def _stack_of(process, path: Path) -> str:
     """Ask a hung rank for its Python stack (it cannot answer by itself)."""
-    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, signal.SIGUSR2)
     for _ in range(20):
         time.sleep(0.05)
         if path.exists() and path.stat().st_size:
@@ -148,7 +148,7 @@ def _stack_of(process, path: Path) -> str:
 
 def _rank_main(rank, world, fn, args, folder, writer, timeout, process_group):
     stack = open(folder / f"stack_{rank}", "w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
     torch.set_num_threads(1)
     try:
         if process_group:

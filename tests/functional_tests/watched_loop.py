@@ -11,11 +11,11 @@ from trained_steps import Run, Scenario
 from megatron_dyn.pipeline.agreement import new_cpu_group
 from megatron_dyn.pipeline.plan_agreement import PlanAgreement
 from megatron_dyn.planning import TokenBudgetBatchSampler
-from megatron_dyn.training.distributed import StopRequest
 from megatron_dyn.training.evaluate import parameters_gathered
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.run_log import RunLog
+from megatron_dyn.training.stop_request import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 import megatron_dyn
 from megatron_dyn.pipeline import handshake
 from megatron_dyn.pipeline.agreement import AgreementError, LostRankError
-from megatron_dyn.pipeline.handshake import differences, open_store, shake_hands
+from megatron_dyn.pipeline.handshake import differences, shake_hands
+from megatron_dyn.training.rendezvous import meet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
 from launch import launch  # noqa: E402
@@ -36,10 +36,10 @@ def shake(rank: int, world: int, port: int, facts: dict, *, timeout: timedelta =
     """(facts of rank 0, None) or (None, error), and seconds."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     began = time.monotonic()
-    store, rank, world = open_store(timeout)
+    meeting = meet(timeout=timeout)
     try:
-        found, error = shake_hands(store, rank, world, facts, timeout=timeout), None
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        found, error = shake_hands(meeting.client("handshake", timeout), rank, world, facts, timeout=timeout), None
+        dist.init_process_group("gloo", store=meeting.client("groups", timeout), rank=rank, world_size=world)
         dist.barrier()  # groups can be made of the same store
         dist.destroy_process_group()
     except AgreementError as raised:
@@ -83,9 +83,9 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_one_process_without_a_launcher_agrees_with_itself(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    store, rank, world = open_store(TIMEOUT)
-    assert (rank, world) == (0, 1)
-    assert shake_hands(store, rank, world, {"seed": 1}, timeout=TIMEOUT) == {"seed": "1"}
+    meeting = meet(timeout=TIMEOUT)
+    assert (meeting.rank, meeting.world) == (0, 1)
+    assert shake_hands(meeting.client("handshake"), 0, 1, {"seed": 1}, timeout=TIMEOUT) == {"seed": "1"}
 
 
 def test_many_differences_are_cut_short():
@@ -103,26 +103,3 @@ def test_the_code_version_changes_with_one_byte_of_a_source(tmp_path, monkeypatc
         seen.append(handshake.code_version())
     handshake.code_version.cache_clear()
     assert seen[0] == seen[2] != seen[1]
-
-
-@pytest.mark.parametrize("agent", [True, False])
-def test_the_launchers_own_store_is_used_where_there_is_one(agent, monkeypatch):
-    """torchrun serves a store that outlives the ranks: rank 0 must not try to serve one at the same place."""
-    [port] = free_ports(1)
-    server = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if agent else None
-    settings = {"TORCHELASTIC_RESTART_COUNT": "3", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
-    store, rank, world = open_store(TIMEOUT)
-    store.set("key", "value")
-    assert (rank, world, store.get("key")) == (0, 1, b"value")
-    assert not agent or server.num_keys() > 0
-
-
-def test_a_restarted_job_does_not_read_the_facts_of_the_attempt_before(monkeypatch):
-    store = dist.HashStore()
-    for attempt, seed in (("0", 1), ("1", 2)):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        assert shake_hands(store, 0, 1, {"seed": seed}, timeout=TIMEOUT) == {"seed": str(seed)}
-    assert store.num_keys() == 6, "each attempt has a world, facts and a verdict of its own"
