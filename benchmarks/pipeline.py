@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's schedules with its own exchange of variable shapes and with the planned exchange: messages, synchronisations, time of a step.
 
-    python benchmarks/pipeline.py [--pp 4] [--vpp 1 2] [--microbatches 8] [--tokens 16 48] [--pairs 30] [--output FILE.md]
+    python benchmarks/pipeline.py [--pp 4] [--vpp 1 2] [--microbatches 8] [--tokens 8 16] [--pairs 40] [--output FILE.md]
 
 The ranks run on gloo on this machine. Both ways run in the same processes on the same model and microbatches, in turn (which of the two goes
 first alternates), so that whatever else the machine does meets both; a pair gives one ratio. Milliseconds are medians over the pairs, of
@@ -169,10 +169,10 @@ def main() -> int:
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument("--vpp", type=int, nargs="+", default=[1, 2], help="chunks on each rank: one table row for each number")
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (a multiple of --pp)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 48], help="T of the microbatches, in turn")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 16], help="T of the microbatches, in turn")
     parser.add_argument("--layers", type=int, default=1, help="layers of a chunk")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=30, help="steps of each way")
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=40, help="steps of each way")
     parser.add_argument("--warmup", type=int, default=4, help="pairs that do not count")
     parser.add_argument("--output", type=Path, help="write the tables there, too")
     wanted = parser.parse_args()

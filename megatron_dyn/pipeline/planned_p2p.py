@@ -126,9 +126,9 @@ class PlannedP2PCommunicator(P2PCommunicator):
         self._outstanding, self._leaving, self._waits = [], {}, []
         try:
             yield
+            self._check_complete()
             for request in list(self._outstanding):  # the schedule does not wait for its last sends
                 request.wait()
-            self._check_complete()
         finally:
             self._rows, self._outstanding, self._leaving, self.waiting = None, [], {}, None
 
