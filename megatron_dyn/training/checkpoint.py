@@ -31,6 +31,7 @@ from megatron_dyn.training.checkpoint_run import (
     topology,
     versions,
 )
+from megatron_dyn.training.checkpoint_safety import require_data_only, weights_only_loading
 from megatron_dyn.training.checkpoint_tensors import misfits, read_state, requested_tensors, saved_tensors, write_state
 
 __all__ = ["CheckpointError", "CheckpointManager", "LoadedState"]
@@ -168,6 +169,7 @@ class CheckpointManager:
 
     # ---- loading -------------------------------------------------------------------------------------------
 
+    @weights_only_loading()
     def load(self, *, models: list, optimizer: Any, scheduler: Any, sampler: Any = None) -> Optional[LoadedState]:
         """Load the latest checkpoint into the given objects.
 
@@ -195,6 +197,7 @@ class CheckpointManager:
         names = sorted(seal["files"])[rank :: dist.get_world_size()]
         on_every_rank(f"load iteration {iteration}", lambda: folder.check_files(iteration, seal["files"], names))
         path = folder.path(iteration)
+        on_every_rank(f"load iteration {iteration}", lambda: require_data_only(path))
         restores_rng = _can_restore_rng(seal)
         model_state = _model_state(models)
         saved = saved_tensors(path)

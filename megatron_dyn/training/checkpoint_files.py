@@ -159,6 +159,8 @@ class CheckpointFolder:
             CheckpointError: naming the first file that differs, what was found, and the older iteration that is usable.
         """
         for name in names:
+            if name != os.path.basename(name):
+                raise CheckpointError(f"{self.path(iteration) / SEAL_NAME} names {name!r}, which lies outside the checkpoint. {self._older(iteration)}")
             problem = _file_problem(self.path(iteration) / name, files[name])
             if problem:
                 raise CheckpointError(f"{self.path(iteration) / name} {problem}. {self._older(iteration)}")
@@ -191,6 +193,7 @@ class CheckpointFolder:
         os.rename(staging, final)
         _flush(self.root)
         fresh = self.root / f"{TRACKER_NAME}.tmp"
+        fresh.unlink(missing_ok=True)
         _write_flushed(fresh, str(iteration))
         os.replace(fresh, self.root / TRACKER_NAME)
         _flush(self.root)
@@ -205,7 +208,7 @@ class CheckpointFolder:
         for number in doomed:
             aside = Path(f"{self._final(number)}.deleted-{uuid.uuid4().hex[:8]}")
             os.rename(self._final(number), aside)  # first the name: half a folder must not look like a checkpoint
-            shutil.rmtree(aside)
+            _remove(aside)
         return doomed
 
     def sweep(self) -> None:
@@ -221,7 +224,7 @@ class CheckpointFolder:
                 continue
             if leftover[2] == "tmp":
                 logger.warning("removing %s: left by an interrupted save", path)
-            shutil.rmtree(path)
+            _remove(path)
 
     def _entries(self) -> "list[Path]":
         return sorted(self.root.iterdir()) if self.root.is_dir() else []
@@ -278,8 +281,16 @@ def _digest_of_json(body: dict) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def _remove(path: Path) -> None:
+    """A checkpoint's folder; of a link to one the link alone, since what it points to lies elsewhere."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def _write_flushed(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as stream:
+    with open(path, "x", encoding="utf-8") as stream:  # a new file: never through a link that lay there
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints when things go wrong: kill -9, full disks, damaged files, the wrong model. Real processes, real files."""
 
+import dataclasses
+import hashlib
+import io
+import json
 import logging
 import os
+import pickle
 import random
 import re
 import resource
@@ -18,7 +23,7 @@ from launch import launch, outcomes
 
 from megatron_dyn.training import checkpoint
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
-from megatron_dyn.training.checkpoint_files import SEAL_NAME, TRACKER_NAME
+from megatron_dyn.training.checkpoint_files import FORMAT_NAME, FORMAT_VERSION, SEAL_NAME, TRACKER_NAME, CheckpointFolder, digest_files
 
 
 def refusal(act) -> str:
@@ -75,6 +80,36 @@ def test_kill_9_at_random_moments_always_leaves_a_whole_checkpoint(tmp_path):
     expected = launch(1, states_of_an_unbroken_run, found[-1][0])[0]
     for iteration, state in found[1:]:
         assert_same(expected[iteration - 1], state)
+
+
+def killed_at_byte(rank, world, folder, limit):
+    """The operating system kills the save at this byte of the first file that gets so long."""
+    run = start(Shape())
+    load(run, folder)
+    run.train(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    save(run, folder)
+    os.kill(os.getpid(), signal.SIGKILL)  # it was longer than every file
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_killed_at_any_byte_of_a_save_the_one_before_loads(tmp_path, kills):
+    def make(rank, world):
+        run = start(Shape())
+        run.train(1)
+        save(run, tmp_path)
+
+    launch(1, make)
+    sizes = [path.stat().st_size for path in (tmp_path / "iter_0000001").iterdir()]
+    chance, expected, largest = random.Random(kills), launch(1, states_of_an_unbroken_run, 2)[0], max(sizes)
+    limits = [0, *(int(largest ** chance.random()) for _ in range(kills - 1))]
+    for limit in limits:
+        ended = outcomes(1, killed_at_byte, tmp_path, limit, timeout=60)[0]
+        assert f"exit code -{signal.SIGXFSZ.value}" in ended.error, f"byte {limit} of files of {sorted(sizes)}: {ended}"
+        iteration, state = launch(1, what_is_on_disk, tmp_path)[0]
+        assert iteration == 1, limit
+        assert_same(expected[0], state)
 
 
 # ---- a rank that cannot write ----------------------------------------------------------------------------------
@@ -322,3 +357,102 @@ def test_states_differ_between_steps():
     one, two = launch(1, states_of_an_unbroken_run, 2)[0]
     with pytest.raises(AssertionError, match="tensors differ"):
         assert_same(one, everything([two]))
+
+
+# ---- foreign files -----------------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """A pickle that runs a program when it is read."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def sealed_again(folder: Path) -> None:
+    """As an attacker would: who can write the files can write the seal."""
+    iteration = int(folder.name[5:])
+    description = CheckpointFolder(folder.parent).read_seal(iteration)
+    names = [path.name for path in folder.iterdir() if path.name != SEAL_NAME]
+    (folder / SEAL_NAME).unlink()
+    description = {key: value for key, value in description.items() if key not in ("format", "format_version", "files")}
+    CheckpointFolder(folder.parent).seal(folder, description, digest_files(folder, names))
+
+
+def poison(folder: Path, where: str, mark: Path) -> None:
+    if where == "common.pt":
+        torch.save({"optimizer_groups": Malicious(mark)}, folder / where)
+    elif where == ".metadata":
+        (folder / where).write_bytes(pickle.dumps(Malicious(mark)))
+    else:  # the generators' object in a tensor file
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        [(index, info)] = [item for item in metadata.storage_data.items() if item[0].fqn.startswith("rng_state")]
+        content = io.BytesIO()
+        torch.save([Malicious(mark)], content)
+        name = "__9_0.distcp"
+        (folder / name).write_bytes(content.getvalue())
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path=name, offset=0, length=len(content.getvalue()))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    sealed_again(folder)
+
+
+@pytest.mark.parametrize("where", ["common.pt", ".metadata", "an object"])
+def test_no_code_of_a_foreign_checkpoint_runs(tmp_path, where):
+    def make(rank, world):
+        save(start(Shape()), tmp_path / "ck", iteration=1)
+
+    launch(1, make)
+    mark = tmp_path / "it ran"
+    poison(tmp_path / "ck" / "iter_0000001", where, mark)
+
+    def read(rank, world):
+        run = start(Shape())
+        with pytest.raises(Exception) as caught:
+            load(run, tmp_path / "ck")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    message = launch(1, read)[0]
+    assert not mark.exists()
+    assert "mkdir" in message, message
+
+
+def test_mutant_without_forcing_weights_only_the_code_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(CheckpointManager, "load", CheckpointManager.load.__wrapped__)
+    with pytest.raises(AssertionError):
+        test_no_code_of_a_foreign_checkpoint_runs(tmp_path, "an object")
+    assert (tmp_path / "it ran").exists()
+
+
+def test_links_are_not_followed_out_of_the_folder(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "ck"
+    outside.mkdir(), folder.mkdir()
+    (outside / "precious").write_text("kept")
+    (folder / f"{TRACKER_NAME}.tmp").symlink_to(outside / "precious")
+    (folder / "iter_0000009.tmp-00000000").symlink_to(outside)
+
+    def job(rank, world):
+        run = start(Shape())
+        save(run, folder, iteration=1, keep_last=1)
+        os.rename(folder / "iter_0000001", outside / "moved")
+        (folder / "iter_0000001").symlink_to(outside / "moved")
+        save(run, folder, iteration=2, keep_last=1)
+
+    launch(1, job)
+    assert (outside / "precious").read_text() == "kept" and (outside / "moved" / SEAL_NAME).is_file()
+    assert sorted(os.listdir(folder)) == ["iter_0000002", TRACKER_NAME]
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname"])
+def test_a_seal_that_names_a_file_elsewhere_is_refused(tmp_path, name):
+    launch(1, lambda rank, world: save(start(Shape()), tmp_path / "ck", iteration=1))
+    path = tmp_path / "ck" / "iter_0000001" / SEAL_NAME
+    folder = CheckpointFolder(tmp_path / "ck")
+    description = {k: v for k, v in folder.read_seal(1).items() if k not in ("format", "format_version")}
+    files = description.pop("files") | {name: {"bytes": 1, "sha256": "0"}}
+    path.unlink()
+    body = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **description, "files": files}
+    path.write_text(json.dumps({**body, "seal_sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}))
+    assert "lies outside the checkpoint" in launch(1, lambda rank, world: refusal(lambda: load(start(Shape()), tmp_path / "ck")))[0]
