@@ -18,6 +18,11 @@ pytestmark = [
 ]
 
 
+def test_another_T_on_one_rank_ends_both_before_the_exchange():
+    ended = subprocess.run([sys.executable, str(HERE / "disagreement.py")], cwd=HERE.parents[1], capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0 and "all right" in ended.stdout, ended.stdout[-4000:] + ended.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     "script, arguments",
     [
