@@ -57,7 +57,7 @@ def costs(lengths: np.ndarray, setting: Setting, steps: int, documents: int, cos
     over = np.zeros(2)
     for step in range(steps):
         plan = planner.plan(step)
-        found["planned"].append(division_of(plan).cost)
+        found["planned"].append(division_of(plan, cost).cost)
         pieces = pieces_in_order(plan)
         for name in WAYS:
             division = DIVISIONS[name](pieces, config, longest)

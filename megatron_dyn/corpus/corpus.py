@@ -99,6 +99,14 @@ class Corpus:
         """Tokens of one epoch."""
         return int(self.lengths.sum())
 
+    @property
+    def num_different_documents(self) -> int:
+        """Documents that an epoch holds at least once: a blend repeats some."""
+        files = {id(reader): place for place, reader in reversed(list(enumerate(self._readers)))}
+        file_of = np.array([files[id(reader)] for reader in self._readers])[self._corpus_of]
+        longest = max(map(len, self._readers))
+        return len(np.unique(file_of.astype(np.int64) * longest + self._document_of))
+
     def _locate(self, document: int) -> tuple[IndexedReader, int]:
         if not 0 <= document < len(self.lengths):
             raise CorpusError(f"the {self.name} corpus has documents 0 to {len(self.lengths) - 1}, not {document}")

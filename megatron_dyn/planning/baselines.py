@@ -8,7 +8,7 @@ microbatches. Rules that know no padding to an alignment get ours.
 |-----------------|------------------------------------------------------------------------------------------------------------------|
 | in_order        | documents in order until the budget is full (`DpBalancedScheduler`, Megatron-LM `core/datasets/data_schedule.py`) |
 | karmarkar_karp  | equal counts over ranks, then microbatches, by largest differencing of the cost (verl `utils/seqlen_balancing.py`) |
-| fixed_length    | documents concatenated and cut every B tokens                                                                    |
+| Concatenation   | documents concatenated, from step to step, and cut every B tokens                                                |
 | padded          | every document padded to the longest the corpus has (at most B), as many in a microbatch as B holds              |
 """
 
@@ -96,18 +96,46 @@ def karmarkar_karp(pieces: OrderedPieces, config: PlanConfig, longest: int) -> D
     return from_microbatches(microbatches, alignment=config.alignment, cost=config.cost, cut_documents=pieces.cut_documents)
 
 
-def fixed_length(pieces: OrderedPieces, config: PlanConfig, longest: int) -> Division:
-    """Sequences of B tokens cut from the documents in a row, the last one padded; attention does not stop between documents, as with
-    Megatron-LM's GPT data set and no attention mask reset."""
-    budget = config.max_tokens_per_microbatch
-    total = int(pieces.length.sum())
-    tokens = np.full(-(-total // budget), budget, dtype=np.int64)
-    tokens[-1:] -= len(tokens) * budget - total
-    ends = np.cumsum(np.bincount(pieces.document, weights=pieces.length)).astype(np.int64) if total else np.zeros(0, np.int64)
-    starts = np.concatenate([[0], ends[:-1]])
-    cut = int(np.count_nonzero(starts // budget != (ends - 1) // budget))
-    used = np.ones(len(tokens), dtype=bool)
-    return _dealt(config, tokens=tokens, rows=used * config.capacity, cost=used * config.cost.of(float(config.capacity)), cut_documents=cut)
+def differencing_work(pieces: OrderedPieces, config: PlanConfig) -> int:
+    """Parts that `karmarkar_karp` joins for a step: what its time grows with."""
+    ranks, multiple = config.data_parallel_size, config.microbatch_multiple
+    per_rank = round_up(max(-(-int(pieces.length.sum()) // (ranks * config.max_tokens_per_microbatch)), 1), multiple)
+    return len(pieces.length) * (per_rank + 1)
+
+
+class Concatenation:
+    """Sequences of B tokens cut from the documents in a row; attention does not stop between documents, as with Megatron-LM's GPT data set
+    and no attention mask reset. The row goes on from step to step: a step computes as many whole rounds (the same number of full sequences
+    on every rank) as have come together, and the rest waits for the next one."""
+
+    def __init__(self, config: PlanConfig):
+        self._config = config
+        self._waiting = 0
+        self.tokens = 0
+        """Of all steps so far."""
+        self.cut_documents = 0
+        """Of all steps so far: documents that do not lie whole in one sequence."""
+
+    def divide(self, pieces: OrderedPieces) -> Division | None:
+        """The next step; None where no round has come together yet."""
+        budget = self._config.max_tokens_per_microbatch
+        lengths = np.bincount(pieces.document, weights=pieces.length).astype(np.int64) if len(pieces.length) else np.zeros(0, np.int64)
+        ends = self.tokens + np.cumsum(lengths)
+        self.cut_documents += int(np.count_nonzero(((ends - lengths) // budget != (ends - 1) // budget) & (lengths > 0)))
+        self.tokens += int(lengths.sum())
+        self._waiting += int(lengths.sum())
+        count, self._waiting = divmod(self._waiting, int(self.rounds(1).tokens.sum()))
+        return self.rounds(count) if count else None
+
+    def rounds(self, count: int) -> Division:
+        """Rounds of full sequences."""
+        config = self._config
+        shape = (config.data_parallel_size, count * config.microbatch_multiple)
+        return Division(
+            tokens=np.full(shape, config.max_tokens_per_microbatch, dtype=np.int64),
+            rows=np.full(shape, config.capacity, dtype=np.int64),
+            cost=np.full(shape, config.cost.of(float(config.capacity))),
+        )
 
 
 def padded(pieces: OrderedPieces, config: PlanConfig, longest: int) -> Division:
@@ -127,18 +155,21 @@ def _dealt(config: PlanConfig, *, tokens: np.ndarray, rows: np.ndarray, cost: np
     ranks = config.data_parallel_size
     missing = round_up(max(len(tokens), 1), ranks * config.microbatch_multiple) - len(tokens)
 
-    def table(values: np.ndarray, filler: int) -> np.ndarray:
+    def table(values: np.ndarray, filler: float) -> np.ndarray:
         return np.concatenate([values, np.full(missing, filler, dtype=values.dtype)]).reshape(-1, ranks).T
 
+    filler_cost = float(config.cost.of_sums(config.alignment, 0))
     return Division(
-        tokens=table(tokens, 0), rows=table(rows, config.alignment), cost=table(cost.astype(np.float64), 0), cut_documents=cut_documents
+        tokens=table(tokens, 0),
+        rows=table(rows, config.alignment),
+        cost=table(cost.astype(np.float64), filler_cost),
+        cut_documents=cut_documents,
     )
 
 
 DIVISIONS: dict[str, Callable[[OrderedPieces, PlanConfig, int], Division]] = {
     "in_order": in_order,
     "karmarkar_karp": karmarkar_karp,
-    "fixed_length": fixed_length,
     "padded": padded,
 }
-"""Name -> (pieces of a step, settings, longest document of the corpus) -> division."""
+"""Name -> (pieces of a step, settings, longest document of the corpus) -> division. `Concatenation` goes over steps and is none of them."""

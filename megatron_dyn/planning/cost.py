@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MOST = 1e200
+"""Of a coefficient, and 1 / MOST the least that both may be: sums over any step, squared lengths among them, stay finite and above 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -39,6 +42,11 @@ class CostModel:
             object.__setattr__(self, name, float(value))
         if self.linear + self.quadratic == 0:
             raise ValueError("CostModel(linear=0, quadratic=0) makes every microbatch cost nothing: give one coefficient")
+        if not 1 / MOST <= max(self.linear, self.quadratic) <= MOST:
+            raise ValueError(
+                f"CostModel(linear={self.linear:g}, quadratic={self.quadratic:g}) cannot be summed in floating point: only ratios matter, so give "
+                "both in another unit, the larger one near 1"
+            )
 
     def of(self, length):
         """Cost of one piece of `length` tokens (an int, or an integer array, element by element)."""

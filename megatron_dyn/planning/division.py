@@ -7,7 +7,10 @@ Shapes: R data-parallel ranks, K microbatches a rank, in running order.
 |-----------------|--------|---------|-----------------------------------------------------------|
 | tokens          | [R, K] | int64   | real tokens                                               |
 | rows            | [R, K] | int64   | tokens computed, padding included (T, or documents x S)   |
-| cost            | [R, K] | float64 | by the plan's cost model; 0 where there is nothing        |
+| cost            | [R, K] | float64 | of what is computed, by the plan's cost model             |
+
+Costs count padding, whoever makes it: the linear term goes over all rows (matrix products take them all, fillers too); attention over the
+real tokens of packed microbatches, as THD kernels compute it, and over whole sequences in a layout [batch, length].
 """
 
 import math
@@ -64,16 +67,17 @@ def pieces_in_order(plan: StepPlan) -> OrderedPieces:
     return OrderedPieces(length=columns[:, 2], document=columns[:, 0])
 
 
-def division_of(plan: StepPlan) -> Division:
-    """Our plan as a division."""
+def division_of(plan: StepPlan, cost: CostModel) -> Division:
+    """Our plan as a division; `cost` is that of the plan's configuration."""
 
     def table(value, dtype) -> np.ndarray:
         return np.array([[value(microbatch) for microbatch in rank] for rank in plan.microbatches], dtype=dtype)
 
+    tokens, rows = table(lambda mb: mb.num_tokens, np.int64), table(lambda mb: mb.T, np.int64)
     return Division(
-        tokens=table(lambda mb: mb.num_tokens, np.int64),
-        rows=table(lambda mb: mb.T, np.int64),
-        cost=table(lambda mb: mb.cost, np.float64),
+        tokens=tokens,
+        rows=rows,
+        cost=table(lambda mb: mb.cost, np.float64) + cost.linear * (rows - tokens),
         cut_documents=plan.stats.split_documents,
     )
 
@@ -86,12 +90,8 @@ def from_microbatches(microbatches: list[list[list[int]]], *, alignment: int, co
 
     tokens = table(sum, np.int64)
     attended = table(lambda pieces: sum(int(cost.attended(length)) for length in pieces), np.int64)
-    return Division(
-        tokens=tokens,
-        rows=np.maximum(-(-tokens // alignment), 1) * alignment,
-        cost=cost.of_sums(tokens, attended),
-        cut_documents=cut_documents,
-    )
+    rows = np.maximum(-(-tokens // alignment), 1) * alignment
+    return Division(tokens=tokens, rows=rows, cost=cost.of_sums(rows, attended), cut_documents=cut_documents)
 
 
 def largest_over_mean(values: np.ndarray) -> float:

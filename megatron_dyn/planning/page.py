@@ -64,7 +64,8 @@ def plan_page(folder: Path, planned: Planned, config: PlanConfig, sections: Sequ
         "step": ("One step on its ranks: the width is the cost", pictures.draw_step(planned.plan, config)),
     }
     if pipeline["pipeline_parallel"] > 1:
-        drawn["pipeline"] = ("The pipeline of the slowest rank in that step, simulated", pictures.draw_pipeline(planned.plan, **pipeline))
+        picture = pictures.draw_pipeline(planned.plan, config.cost, **pipeline)
+        drawn["pipeline"] = ("The pipeline of the slowest rank in that step, simulated", picture)
     written, figures = [], []
     for name, (caption, figure) in drawn.items():
         content = as_png(figure)

@@ -10,16 +10,27 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_dyn.figures import BLUE, GREEN, GREY, LENGTH_COLOURS, ORANGE, RED, TEXT, legend_above, new_figure, thousands, tidy
 from megatron_dyn.planning.config import PlanConfig
+from megatron_dyn.planning.cost import CostModel
+from megatron_dyn.planning.division import division_of, measure
 from megatron_dyn.planning.plan import StepPlan
 from megatron_dyn.planning.report import Planned
 from megatron_dyn.planning.simulate import rank_times, timeline
 
 MOST_RANKS = 32
 """Data-parallel ranks drawn of one step; more cannot be told apart."""
+BARS = 50
+
+
+def bars_of_T(T: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Microbatches by T: counts [n], and edges [n + 1]. A bar holds its right edge and not its left one, so none reaches above the capacity."""
+    width = -(-capacity // BARS)
+    edges = capacity - np.arange(-(-capacity // width), -1, -1) * width
+    counts = np.bincount((capacity - T) // width, minlength=len(edges) - 1)[::-1]
+    return counts, np.maximum(edges, 0)
 
 
 def draw_lengths(planned: Planned) -> Figure:
@@ -34,19 +45,23 @@ def draw_lengths(planned: Planned) -> Figure:
     left.hist(lengths, bins=edges, weights=lengths / lengths.sum(), histtype="step", color=ORANGE, linewidth=1.8, label="their tokens")
     left.axvline(budget, color=RED, linewidth=1.3, label=f"B {budget:,}")
     left.set_xscale("log")
+    left.xaxis.set_major_locator(LogLocator(base=10, subs=(1,) if edges[-1] > 300 else (1, 3)))
     left.xaxis.set_major_formatter(FuncFormatter(thousands))
-    left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    left.xaxis.set_minor_formatter(NullFormatter())
+    left.yaxis.set_major_formatter(PercentFormatter(1.0))
     left.set_xlabel("length of a document (tokens)")
     left.set_ylabel("share")
     left.set_title("Lengths", loc="left", fontsize=11)
     legend_above(left, 3)
     tidy(right)
     capacity = planned.report.capacity
-    right.hist(planned.T, bins=np.linspace(0, capacity * 1.02, 52), color=GREEN, alpha=0.85)
+    counts, bins = bars_of_T(planned.T, capacity)
+    right.bar(bins[:-1], counts, width=np.diff(bins), align="edge", color=GREEN, alpha=0.85)
     right.axvline(capacity, color=RED, linewidth=1.3, label=f"capacity {capacity:,}")
     right.set_xlim(0, capacity * 1.03)
     right.xaxis.set_major_formatter(FuncFormatter(thousands))
     right.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    right.yaxis.set_major_locator(MaxNLocator(integer=True))
     right.set_xlabel("T (tokens)")
     right.set_ylabel("microbatches")
     right.set_title(f"T ({planned.report.distinct_T:,} different)", loc="left", fontsize=11)
@@ -91,7 +106,8 @@ def draw_step(plan: StepPlan, config: PlanConfig) -> Figure:
     ranks = plan.microbatches[:MOST_RANKS]
     lengths = [piece.length for rank in ranks for microbatch in rank for piece in microbatch.pieces] or [1]
     norm = LogNorm(vmin=min(lengths), vmax=max(max(lengths), min(lengths) + 1))
-    sums = [sum(microbatch.cost for microbatch in rank) for rank in plan.microbatches]
+    division = division_of(plan, config.cost)
+    sums = division.cost.sum(axis=1).tolist()
     mean = sum(sums) / len(sums) or 1.0
     figure = new_figure(11.0, min(12.0, 1.9 + 0.42 * len(ranks)))
     axes = figure.subplots()
@@ -99,9 +115,11 @@ def draw_step(plan: StepPlan, config: PlanConfig) -> Figure:
     patches: list[Rectangle] = []
     outlines: list[Rectangle] = []
     for row, rank in enumerate(ranks):
-        at = 0.0
-        for microbatch in rank:
-            outlines.append(Rectangle((at, row), microbatch.cost / mean, height))
+        end = 0.0
+        for microbatch, computed in zip(rank, division.cost[row].tolist()):
+            at = end
+            end += computed / mean
+            outlines.append(Rectangle((at, row), computed / mean, height))
             for piece in sorted(
                 microbatch.pieces, key=lambda piece: -piece.length
             ):  # their order says nothing, and so they can be told apart
@@ -122,16 +140,16 @@ def draw_step(plan: StepPlan, config: PlanConfig) -> Figure:
     axes.tick_params(colors=TEXT, labelsize=9)
     axes.tick_params(axis="y", length=0)
     shown = "" if len(ranks) == len(plan.microbatches) else f" ({len(ranks)} of {len(plan.microbatches)} are shown)"
-    stats = plan.stats
+    balance = measure(division, config.max_tokens_per_microbatch)
     axes.set_title(
-        f"Step {plan.step}: {stats.documents:,} documents on {len(plan.microbatches):,} ranks{shown}, "
+        f"Step {plan.step}: {plan.stats.documents:,} documents on {len(plan.microbatches):,} ranks{shown}, "
         f"{plan.num_microbatches} microbatches each   |   "
-        f"costliest / mean: microbatch {stats.imbalance:.3f}, rank {stats.rank_imbalance:.4f}",
+        f"costliest / mean: microbatch {balance.microbatch_cost:.3f}, rank {balance.rank_cost:.4f}",
         loc="left", fontsize=10,
     )  # fmt: skip
     legend = [
         Patch(facecolor=LENGTH_COLOURS(0.5), label="a piece"),
-        Patch(facecolor="none", edgecolor="#14181f", linewidth=1.3, label="a microbatch"),
+        Patch(facecolor="none", edgecolor="#14181f", linewidth=1.3, label="a microbatch (white: padding)"),
         Line2D([], [], color=RED, linewidth=1.2, linestyle="--", label="mean of the ranks"),
     ]
     figure.legend(handles=legend, frameon=False, fontsize=9, ncols=3, loc="outside lower center")
@@ -149,9 +167,9 @@ def _length_bar(figure: Figure, axes: Any, norm: LogNorm) -> None:
     bar.outline.set_visible(False)
 
 
-def draw_pipeline(plan: StepPlan, *, pipeline_parallel: int, virtual_stages: int) -> Figure:
+def draw_pipeline(plan: StepPlan, cost_model: CostModel, *, pipeline_parallel: int, virtual_stages: int) -> Figure:
     """The simulated pipeline of the rank that takes longest: a row a pipeline rank, forward and backward passes numbered."""
-    cost = np.array([[microbatch.cost for microbatch in rank] for rank in plan.microbatches])
+    cost = division_of(plan, cost_model).cost
     times = rank_times(cost, pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages)
     slowest = int(np.argmax(times))
     spans = timeline(cost[slowest], pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages)

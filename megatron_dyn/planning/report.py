@@ -3,23 +3,26 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dyn.planning.baselines import DIVISIONS
+from megatron_dyn.planning.baselines import DIVISIONS, Concatenation, differencing_work
 from megatron_dyn.planning.division import Division, Measures, division_of, measure, pieces_in_order
 from megatron_dyn.planning.plan import StepPlan
 from megatron_dyn.planning.planner import Planner
 from megatron_dyn.planning.simulate import step_time
 
-PLANNED = "planned"
+PLANNED, FIXED, DIFFERENCING = "planned", "fixed_length", "karmarkar_karp"
+MOST_DIFFERENCING = 3_000_000
+"""Parts joined in all steps together: about ten seconds, and at most half a gigabyte in a step."""
 TITLES = {
     PLANNED: ("planned", "as a run would"),
     "in_order": ("in order", "each microbatch filled until the next document does not fit (Megatron-LM's DpBalancedScheduler)"),
     "karmarkar_karp": ("KK", "Karmarkar-Karp differencing by token budget, which may be exceeded (as verl)"),
-    "fixed_length": ("cut at B", "documents concatenated and cut every B tokens, attention across them"),
+    "fixed_length": ("cut at B", "documents concatenated from step to step and cut every B tokens, attention across them; what is left after the "
+                     "last step counts in proportion"),
     "padded": ("padded", "each document padded to the longest of the corpus (at most B)"),
 }
 """Name -> (heading, explanation)."""
@@ -45,7 +48,7 @@ class WaySummary:
     short: str
     """Heading of a column."""
     title: str
-    microbatches: int
+    microbatches: float
     """Over all ranks and steps."""
     microbatches_per_rank: float
     """Mean over the steps (K)."""
@@ -64,7 +67,7 @@ class WaySummary:
     cut_documents: int
     """Documents that do not lie whole in one microbatch."""
     cost: float
-    """Computed in all steps, as a multiple of the planned way's."""
+    """Computed in all steps, padding included, as a multiple of the planned way's."""
     time: float
     """Simulated time of all steps, as a multiple of the planned way's."""
 
@@ -105,7 +108,11 @@ class PlanReport:
     """Orders the epoch (and compiles, if anything must be)."""
     plan_ms: Spread
     """Of the plans after the first."""
+    idle_ranks: float
+    """Data-parallel ranks without a document in a step, mean over the steps."""
     ways: dict[str, WaySummary]
+    skipped_ways: list[str]
+    """Ways left out because dividing would have taken too long."""
     per_step: dict[str, list[float]]
     """fill, slot_fill, microbatch_cost and rank_cost of each plan."""
 
@@ -146,18 +153,20 @@ class _Way:
         return [getattr(found, name) for found in self.measures]
 
     def summary(self, planned: "_Way") -> WaySummary:
+        """What was added stands for all tokens of the steps: where some wait for more (`Concatenation`), in proportion."""
         spreads = {name: Spread.over(self.series(name)) for name in ("microbatch_cost", "microbatch_tokens", "rank_cost", "rank_tokens")}
+        share = _ratio(planned.total("tokens"), self.total("tokens"))
         return WaySummary(
             short=TITLES[self.name][0],
             title=TITLES[self.name][1],
-            microbatches=self.total("microbatches"),
-            microbatches_per_rank=float(np.mean(self.per_rank)),
+            microbatches=self.total("microbatches") * share,
+            microbatches_per_rank=sum(self.per_rank) * share / len(planned.per_rank),
             fill=self.total("tokens") / self.total("room"),
             slot_fill=self.total("tokens") / self.total("rows"),
             over_budget=self.total("over_budget"),
             cut_documents=self.total("cut_documents"),
-            cost=_ratio(self.total("total_cost"), planned.total("total_cost")),
-            time=_ratio(self.time, planned.time),
+            cost=_ratio(self.total("total_cost") * share, planned.total("total_cost")),
+            time=_ratio(self.time * share, planned.time),
             **spreads,
         )
 
@@ -175,6 +184,7 @@ def report_on(
     virtual_stages: int = 1,
     compare: bool = True,
     open_seconds: float = 0.0,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Planned:
     """Plans some steps and measures them.
 
@@ -186,6 +196,7 @@ def report_on(
         virtual_stages: VPP of the simulated time; 1 is 1F1B.
         compare: also divide the same documents in the other ways.
         open_seconds: what making the planner took, for the report.
+        progress: called with the number of steps that are done.
 
     Raises:
         ValueError: no step is asked for.
@@ -194,7 +205,8 @@ def report_on(
         raise ValueError(f"{steps} steps from step {first_step}: at least one step, from step 0 on, is needed to say anything")
     config, pipeline = planner.config, dict(pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages)
     longest = int(planner.lengths.max())
-    ways = {name: _Way(name) for name in ((PLANNED, *DIVISIONS) if compare else (PLANNED,))}
+    ways = {name: _Way(name) for name in (TITLES if compare else (PLANNED,))}
+    concatenation, skipped, joined, idle = Concatenation(config), [], 0, []
     stats, T, times, first_plan = [], [], [], None
     for step in range(first_step, first_step + steps):
         began = time.perf_counter()
@@ -203,11 +215,23 @@ def report_on(
         first_plan = first_plan or plan
         stats.append(plan.stats)
         T += [microbatch.T for rank in plan.microbatches for microbatch in rank if not microbatch.is_filler]
-        ways[PLANNED].add(division_of(plan), config.max_tokens_per_microbatch, pipeline)
+        division = division_of(plan, config.cost)
+        idle.append(int(np.count_nonzero(division.tokens.sum(axis=1) == 0)))
+        ways[PLANNED].add(division, config.max_tokens_per_microbatch, pipeline)
         if compare:
             pieces = pieces_in_order(plan)
-            for name, divide in DIVISIONS.items():
-                ways[name].add(divide(pieces, config, longest), config.max_tokens_per_microbatch, pipeline)
+            work = differencing_work(pieces, config)
+            if DIFFERENCING in ways and joined + work * (first_step + steps - step) > MOST_DIFFERENCING:
+                del ways[DIFFERENCING]
+                skipped.append(DIFFERENCING)
+            joined += work
+            divisions = {name: divide(pieces, config, longest) for name, divide in DIVISIONS.items() if name in ways}
+            for name, found in (divisions | {FIXED: concatenation.divide(pieces)}).items():
+                if found is not None:
+                    ways[name].add(found, config.max_tokens_per_microbatch, pipeline)
+        progress(len(stats))
+    if compare and not ways[FIXED].measures:
+        ways[FIXED].add(concatenation.rounds(1), config.max_tokens_per_microbatch, pipeline)
     summed = ("documents", "tokens", "loss_tokens", "padding", "fillers", "split_documents", "truncated_documents", "truncated_tokens",
               "dropped_documents", "dropped_tokens")  # fmt: skip
     series = {"microbatch_cost", "rank_cost"}
@@ -225,7 +249,12 @@ def report_on(
         open_seconds=open_seconds,
         first_plan_ms=times[0],
         plan_ms=Spread.over(times[1:] or times),
-        ways={name: way.summary(ways[PLANNED]) for name, way in ways.items()},
+        idle_ranks=float(np.mean(idle)),
+        ways={
+            name: dataclasses.replace(way.summary(ways[PLANNED]), **({"cut_documents": concatenation.cut_documents} if name == FIXED else {}))
+            for name, way in ways.items()
+        },
+        skipped_ways=skipped,
         per_step={
             "fill": [found.fill for found in stats],
             "slot_fill": [found.slot_fill for found in stats],

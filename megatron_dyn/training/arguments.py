@@ -15,7 +15,7 @@ import yaml
 
 from megatron_dyn.training import config as settings
 from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.field_flags import add_fields, base_type, field_docs, flag_name
+from megatron_dyn.training.field_flags import add_fields, base_type, field_docs, flag_name, flags_over_file
 from megatron_dyn.training.model_config import ModelConfig
 from megatron_dyn.training.overlap import Fp8Config, OverlapConfig
 from megatron_dyn.training.run_config import RunConfig
@@ -109,16 +109,25 @@ def parse_arguments(argv: list[str], *, world_size: int) -> RunConfig:
     Raises:
         ConfigError: A setting is unknown, has the wrong type, contradicts another one or does not fit the ranks.
     """
-    found = vars(build_parser().parse_args(argv))
-    refused = [name.removeprefix("_refused_") for name in found if name.startswith("_refused_")]
-    if refused:
-        raise ConfigError("; ".join(f"{flag_name(name)}: {REFUSED[name]}" for name in refused))
-    found.pop("_already_so", None)
+    found = settings_of(build_parser().parse_args(argv))
     path = found.pop("config", None)
-    values = (read_yaml(path) if path is not None else {}) | found
+    values = flags_over_file(read_yaml(path) if path is not None else {}, found)
     run = build_config(values)
     run.parallel.data_parallel_size(world_size)
     return run
+
+
+def settings_of(parsed: argparse.Namespace) -> dict[str, object]:
+    """Settings by name from what `build_parser` made of the flags.
+
+    Raises:
+        ConfigError: One of Megatron-LM's flags that cannot mean anything here, with the way out.
+    """
+    found = vars(parsed)
+    refused = [name.removeprefix("_refused_") for name in found if name.startswith("_refused_")]
+    if refused:
+        raise ConfigError("; ".join(f"{flag_name(name)}: {REFUSED[name]}" for name in refused))
+    return {name: value for name, value in found.items() if name != "_already_so"}
 
 
 def build_config(values: dict[str, object]) -> RunConfig:
@@ -216,7 +225,8 @@ def flags_page() -> str:
         "# Flags of `pretrain_gpt_thd.py`",
         "",
         "Each is also a key of the YAML file given with `--config` (dashes or underscores, at the top level or below its section's name);",
-        "flags win. Booleans have a `--no-` form. This page is written by `python -m megatron_dyn flags`.",
+        "flags win, and one of an either/or (the two global batches, the two warmups) takes the place of the file's other half.",
+        "Booleans have a `--no-` form. This page is written by `python -m megatron_dyn flags`.",
     ]
     for section, (title, cls) in SECTIONS.items():
         lines += ["", f"## {title} (`{section}:`)", "", "| flag | default | meaning |", "|---|---|---|"]

@@ -33,6 +33,24 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+REPLACES: dict[str, tuple[str, ...]] = {
+    "global_batch_size": ("global_batch_tokens",),
+    "global_batch_tokens": ("global_batch_size",),
+    "lr_warmup_iters": ("lr_warmup_fraction",),
+    "lr_warmup_fraction": ("lr_warmup_iters",),
+    "tokenizer_model": ("vocab_size",),
+    "data_path": ("lengths",),
+    "lengths": ("data_path",),
+}
+"""Either/or: what a setting says instead of others."""
+
+
+def flags_over_file(file: dict[str, object], flags: dict[str, object]) -> dict[str, object]:
+    """Settings of a file and of the flags together. Flags win; one of an either/or takes the place of the file's other half."""
+    replaced = {other for name in flags for other in REPLACES.get(name, ())} - set(flags)
+    return {name: value for name, value in file.items() if name not in replaced} | flags
+
+
 def add_fields(group: argparse._ArgumentGroup, cls: type, names: typing.Collection[str] | None = None) -> None:
     """Flags of a dataclass's fields (all of them, or those named)."""
     docs, hints = field_docs(cls), typing.get_type_hints(cls)

@@ -5,11 +5,11 @@ import importlib.util
 
 from megatron_dyn import device
 from megatron_dyn.corpus import CorpusSplits, open_corpus
-from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
 from megatron_dyn.planning import Planner, PlanError
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import rank_from_environment, world_size_from_environment
 from megatron_dyn.training.folders import require_continuation, require_writable
+from megatron_dyn.training.plan_from_settings import vocabulary
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.userbuffers.choice import choose_backend
 
@@ -36,12 +36,8 @@ class Inputs:
             raise ConfigError(str(error)) from error
         self.layers = layers_for(run)
         data = run.data
-        tokenizer = SentencePieceTokenizer(data.tokenizer_model) if data.tokenizer_model else None
-        if tokenizer is not None and data.vocab_size not in (None, tokenizer.vocab_size):
-            raise ConfigError(
-                f"--vocab-size {data.vocab_size} contradicts the {tokenizer.vocab_size} pieces of {data.tokenizer_model}: leave --vocab-size out"
-            )
-        self.vocab_size: int = tokenizer.vocab_size if tokenizer else data.vocab_size
+        vocab_size, tokenizer = vocabulary(data.tokenizer_model, data.vocab_size)
+        self.vocab_size: int = vocab_size
         specials = (tokenizer.pad, tokenizer.eod) if tokenizer else ()
         self.pad_token_id = next((token for token in specials if token is not None), 0)
         # Tensor parallelism counts ranks first, so that the first of each group is a multiple of its size.

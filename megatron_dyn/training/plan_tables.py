@@ -1,17 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of `python -m megatron_dyn plan`, as texts."""
 
+import math
+from collections.abc import Sequence
+
 from megatron_dyn.planning.page import TableOf
-from megatron_dyn.planning.report import PlanReport
-from megatron_dyn.training.recommend import CONTEXT_BYTES, GIB, LEAST_SLOT_FILL, MARGIN, Recommendation
+from megatron_dyn.planning.report import TITLES, PlanReport
+from megatron_dyn.training.plan_from_settings import in_flags
+from megatron_dyn.training.recommend import CONTEXT_BYTES, GIB, MARGIN, Recommendation
 
 
-def facts_table(report: PlanReport) -> TableOf:
-    """What the plans hold."""
+IDLE_WORTH_A_WARNING = 0.1
+"""Share of ranks, or of microbatches, that hold no document."""
+
+
+def counted(count: int, thing: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count:,} {thing}" + ("" if count == 1 else "es" if thing.endswith("ch") else "s")
+
+
+def warnings_of(report: PlanReport) -> list[str]:
+    """What a user should change before training."""
+    settings, pipeline = report.settings, report.pipeline
+    ranks, total = settings["data_parallel_size"], report.ways["planned"].microbatches
+    idle, empty = report.idle_ranks / ranks, report.fillers / total
+    if max(idle, empty) < IDLE_WORTH_A_WARNING:
+        return []
+    slots = round(total / report.steps)
+    flag = "--global-batch-size" if settings["global_batch_size"] is not None else "--global-batch-tokens"
+    tokens = slots * settings["max_tokens_per_microbatch"]
+    documents = math.ceil(tokens * report.documents / max(report.tokens, 1))
+    amount = f"{documents:,}" if flag == "--global-batch-size" else f"{tokens:,}"
+    who = f"{report.idle_ranks:,.1f} of {ranks:,} data-parallel ranks hold no document" if idle >= IDLE_WORTH_A_WARNING else (
+        f"{empty:.0%} of the microbatches hold no document"
+        + (f" (every rank runs a multiple of {settings['microbatch_multiple']})" if pipeline["virtual_stages"] > 1 else "")
+    )
+    return [
+        f"WARNING: {who} and compute padding alone: a step holds {counted(round(report.documents / report.steps), 'document')}, too few for "
+        f"{counted(slots, 'microbatch')}. Raise {flag} (about {amount} fill each once), or use fewer ranks"
+    ]
+
+
+def facts_table(report: PlanReport, *, part: str = "", blend: Sequence[str] = ()) -> TableOf:
+    """What the plans hold.
+
+    Args:
+        part: which part of the corpus was planned.
+        blend: what an epoch repeats of which corpus.
+    """
     corpus = report.corpus
     lengths = corpus["length_quantiles"]
     rows = [
-        ("corpus", f"{corpus['documents']:,} documents, {corpus['tokens']:,} tokens, {corpus['steps']:,} steps an epoch"),
+        (
+            "corpus",
+            (f"{part}: " if part else "")
+            + f"{counted(corpus['documents'], 'document')}, {corpus['tokens']:,} tokens, {counted(corpus['steps'], 'step')} an epoch",
+        ),
+        *(("" if position else "blend", line) for position, line in enumerate(blend)),
         (
             "lengths",
             f"median {lengths['0.5']:,}, mean {corpus['mean_length']:,.0f}, 90% {lengths['0.9']:,}, 99% {lengths['0.99']:,}, "
@@ -19,17 +64,18 @@ def facts_table(report: PlanReport) -> TableOf:
         ),
         (
             "planned",
-            f"{report.steps:,} steps, {report.documents:,} documents, {report.tokens:,} tokens ({report.loss_tokens:,} with a label)",
+            f"{counted(report.steps, 'step')}, {counted(report.documents, 'document')}, {report.tokens:,} tokens "
+            f"({report.loss_tokens:,} with a label)",
         ),
         (
             "T",
             f"{report.distinct_T:,} different, {report.T_min:,} to {report.T_max:,}, mean {report.T_mean:,.1f}; "
             f"capacity {report.capacity:,}",
         ),
-        ("padding", f"{report.padding:,} tokens; {report.fillers:,} microbatches without documents"),
+        ("padding", f"{report.padding:,} tokens; {counted(report.fillers, 'microbatch')} without documents"),
         (
             "above the budget",
-            f"{report.split_documents:,} documents split, {report.truncated_documents:,} truncated ({report.truncated_tokens:,} tokens), "
+            f"{counted(report.split_documents, 'document')} split, {report.truncated_documents:,} truncated ({report.truncated_tokens:,} tokens), "
             f"{report.dropped_documents:,} dropped ({report.dropped_tokens:,} tokens); {corpus['empty_documents']:,} are empty",
         ),
         (
@@ -38,7 +84,7 @@ def facts_table(report: PlanReport) -> TableOf:
             f"{report.first_plan_ms:.1f} ms",
         ),
     ]
-    return TableOf(rows=rows)
+    return TableOf(rows=rows, notes=warnings_of(report))
 
 
 def ways_table(report: PlanReport) -> TableOf:
@@ -46,7 +92,7 @@ def ways_table(report: PlanReport) -> TableOf:
     pipeline, ways = report.pipeline, list(report.ways.values())
     schedule = f"PP {pipeline['pipeline_parallel']}" + (f", VPP {pipeline['virtual_stages']}" if pipeline["virtual_stages"] > 1 else "")
     rows: list[tuple[str, ...]] = [
-        ("microbatches a rank", *(f"{way.microbatches_per_rank:,.1f}" for way in ways)),
+        ("microbatches a rank", *(f"{count:,.1f}" if count >= 0.1 else f"{count:.1g}" for count in (way.microbatches_per_rank for way in ways))),
         ("fill", *(f"{way.fill:.1%}" for way in ways)),
         ("slot fill", *(f"{way.slot_fill:.1%}" for way in ways)),
     ]
@@ -66,8 +112,14 @@ def ways_table(report: PlanReport) -> TableOf:
     others = [f"{way.short}: {way.title}" for way in ways[1:]]
     notes = [
         "Microbatches and ranks: largest / mean of a step (1 at best), its mean and 99th percentile over the steps. Total cost and "
-        f"time: against the planned way; time is simulated ({schedule}, the slowest rank decides)."
+        f"time: against the planned way, padding counted for all (rows take matrix products, real tokens attention; [batch, length] layouts "
+        f"attend over padding too); time is simulated ({schedule}, the slowest rank decides)."
         + (f" {'; '.join(others)}." if others else ""),
+    ]
+    notes += [
+        f"{TITLES[name][0]} is left out: dividing so many documents into so many microbatches that way would take too long (fewer --steps "
+        "bring it back; --no-compare leaves all out)"
+        for name in report.skipped_ways
     ]
     title = "The same documents, divided in other ways" if others else "Balance"
     return TableOf(columns=("", *(way.short for way in ways)), rows=rows, title=title, notes=notes)
@@ -79,8 +131,8 @@ def recommendation_tables(found: Recommendation) -> list[TableOf]:
     proposal = [("--max-tokens-per-microbatch", f"{found.max_tokens_per_microbatch}")]
     if found.global_batch_tokens is not None:
         proposal.append(("--global-batch-tokens", f"{found.global_batch_tokens}"))
-    bounds = f"the largest that keeps the slot fill at {LEAST_SLOT_FILL:.1%} or more; of use only where something is cached by shape"
-    proposal.append(("--token-bucket", f"{found.token_bucket} (optional: {bounds})"))
+    if found.token_bucket is not None:
+        proposal.append(("--token-bucket", f"{found.token_bucket}"))
     proposal += [("why", reason) for reason in found.reasons]
     rank = "the only pipeline rank" if memory.output_bytes and memory.pipeline_rank == 0 else f"pipeline rank {memory.pipeline_rank}"
     fixed = [
@@ -106,8 +158,9 @@ def recommendation_tables(found: Recommendation) -> list[TableOf]:
             for choice in found.budgets
         ],
         notes=[
-            "GiB: estimated; tokens and documents of a step; K: microbatches a rank; cut: documents longer than B; busy: what imbalance "
-            "and the pipeline's bubbles leave of the machine, simulated."
+            "GiB: estimated; tokens and documents of a step; K: microbatches a rank; cut: documents longer than B; busy: what padding, "
+            "imbalance and the pipeline's bubbles leave of the machine, simulated.",
+            *(f"B {tokens:,} is impossible: {in_flags(reason)}" for tokens, reason in found.impossible.items()),
         ],
     )  # fmt: skip
     buckets = TableOf(

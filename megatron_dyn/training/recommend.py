@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_dyn.planning import PlanConfig, Planner
+from megatron_dyn.planning import PlanConfig, Planner, PlanError
 from megatron_dyn.planning.alignment import round_up
+from megatron_dyn.planning.config import INT32_MAX
 from megatron_dyn.planning.division import division_of
 from megatron_dyn.planning.simulate import step_time
-from megatron_dyn.training.config import ParallelConfig, require
+from megatron_dyn.training.config import ConfigError, ParallelConfig, require
 from megatron_dyn.training.memory import RankMemory, fullest_rank
 from megatron_dyn.training.model_config import ModelConfig
 
@@ -55,7 +56,7 @@ class BudgetChoice:
     cut_documents: float
     """Share of the documents longer than B."""
     busy: float
-    """Cost / (ranks x simulated step time): what balance and bubbles leave of the machine."""
+    """Cost of the real tokens / (ranks x simulated step time): what padding, imbalance and bubbles leave of the machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,8 @@ class Recommendation:
     max_tokens_per_microbatch: int
     global_batch_tokens: int | None
     """None: the global batch was given."""
-    token_bucket: int
+    token_bucket: int | None
+    """None: it was given."""
     device_memory_gib: float
     memory: RankMemory
     largest_budget: int
@@ -82,6 +84,8 @@ class Recommendation:
     least_microbatches: int
     """Per rank, from the pipeline."""
     budgets: list[BudgetChoice]
+    impossible: dict[int, str]
+    """Budgets with which these documents cannot be planned, and why."""
     buckets: list[BucketChoice]
     reasons: list[str]
 
@@ -108,6 +112,7 @@ def recommend(
     device_memory_gib: float,
     data_parallel_size: int,
     budget: int | None = None,
+    token_bucket: int | None = None,
     global_batch_given: bool = False,
 ) -> Recommendation:
     """Proposes what fits and keeps the machine busy.
@@ -118,18 +123,20 @@ def recommend(
             where the global batch is open.
         vocab_size: rows of the embedding.
         budget: B, when it is given and only the rest is to be proposed.
+        token_bucket: the same of the bucket.
         global_batch_given: keep the global batch of `plan_config`.
 
     Raises:
         ConfigError: the model does not fit, whatever B.
+        PlanError: no budget that fits makes a plan possible.
     """
-    require(device_memory_gib > 0, f"--device-memory-gib is {device_memory_gib}: the memory of one device, such as 80")
     room = device_memory_gib * GIB * (1 - MARGIN) - CONTEXT_BYTES
     sizes = dict(vocab_size=vocab_size, bf16=bf16, data_parallel_size=data_parallel_size)
     memory = fullest_rank(model, parallel, **sizes)
     memory = fullest_rank(model, parallel, **sizes, budget=max(1, int((room - memory.state_bytes) // memory.token_bytes)))
     largest = int((room - memory.state_bytes) // memory.token_bytes)
     unit = plan_config(max_tokens_per_microbatch=1024, token_bucket=1, global_batch_tokens=1).alignment
+    largest = min(largest, INT32_MAX - unit)
     largest -= largest % math.lcm(unit, 256) if largest >= math.lcm(unit, 256) else 0
     require(
         largest >= max(unit, 256),
@@ -146,22 +153,32 @@ def recommend(
     def config_for(tokens: int, bucket: int) -> PlanConfig:
         return plan_config(max_tokens_per_microbatch=tokens, token_bucket=bucket, global_batch_tokens=step_tokens(tokens))
 
-    sizes_tried = [budget] if budget is not None else _budgets(largest)
-    budgets = [_judge(lengths, config_for(tokens, 1), memory, parallel) for tokens in sizes_tried]
+    budgets, impossible = [], {}
+    for tokens in [budget] if budget is not None else _budgets(largest):
+        try:
+            budgets.append(_judge(lengths, config_for(tokens, token_bucket or 1), memory, parallel))
+        except (PlanError, ConfigError) as error:
+            impossible[tokens] = str(error)
+    if not budgets:
+        reasons = "; ".join(f"B {tokens:,}: {reason}" for tokens, reason in impossible.items())
+        raise PlanError(f"no budget makes a plan of these documents possible: {reasons}")
     chosen = _choose(budgets)
-    buckets = _buckets(lengths, lambda bucket: config_for(chosen.max_tokens_per_microbatch, bucket))
-    bucket = max((choice.token_bucket for choice in buckets if choice.slot_fill >= LEAST_SLOT_FILL), default=buckets[0].token_bucket)
+    tried = (1, 16, 32, 64, 128, 256, 512) if token_bucket is None else (token_bucket,)
+    buckets = _buckets(lengths, lambda bucket: config_for(chosen.max_tokens_per_microbatch, bucket), tried)
+    bucket = max((choice for choice in buckets if choice.slot_fill >= LEAST_SLOT_FILL), default=buckets[0], key=lambda found: found.token_bucket)
+    reasons = _reasons(chosen, largest, wanted, parallel, budget_given=budget is not None, global_batch_given=global_batch_given)
     return Recommendation(
         max_tokens_per_microbatch=chosen.max_tokens_per_microbatch,
         global_batch_tokens=None if global_batch_given else step_tokens(chosen.max_tokens_per_microbatch),
-        token_bucket=bucket,
+        token_bucket=bucket.token_bucket if token_bucket is None else None,
         device_memory_gib=device_memory_gib,
         memory=memory,
         largest_budget=largest,
         least_microbatches=wanted,
         budgets=budgets,
+        impossible=impossible,
         buckets=buckets,
-        reasons=_reasons(chosen, largest, wanted, parallel, budget_given=budget is not None, global_batch_given=global_batch_given),
+        reasons=reasons + [_bucket_reason(bucket, given=token_bucket is not None)],
     )
 
 
@@ -181,8 +198,8 @@ def _judge(lengths: np.ndarray, config: PlanConfig, memory: RankMemory, parallel
     pipeline = dict(
         pipeline_parallel=parallel.pipeline_model_parallel_size, virtual_stages=parallel.virtual_pipeline_model_parallel_size or 1
     )
-    divisions = [division_of(plan) for plan in plans]
-    cost = sum(float(division.cost.sum()) for division in divisions)
+    divisions = [division_of(plan, config.cost) for plan in plans]
+    cost = sum(microbatch.cost for plan in plans for rank in plan.microbatches for microbatch in rank)
     machine = (
         config.data_parallel_size * parallel.pipeline_model_parallel_size * sum(step_time(found.cost, **pipeline) for found in divisions)
     )
@@ -207,9 +224,9 @@ def _choose(budgets: list[BudgetChoice]) -> BudgetChoice:
     return next(choice for choice in whole if choice.busy >= best - NEAR_BEST)
 
 
-def _buckets(lengths: np.ndarray, config_for: Callable[[int], PlanConfig]) -> list[BucketChoice]:
+def _buckets(lengths: np.ndarray, config_for: Callable[[int], PlanConfig], tried: tuple[int, ...]) -> list[BucketChoice]:
     found: list[BucketChoice] = []
-    for bucket in (1, 16, 32, 64, 128, 256, 512):
+    for bucket in tried:
         config = config_for(bucket)
         if found and config.alignment == found[-1].token_bucket:
             continue
@@ -254,3 +271,16 @@ def _reasons(
             + ". Nothing is padded for it, but a batch just below a whole number has fewer and longer microbatches"
         )
     return reasons
+
+
+def _bucket_reason(bucket: BucketChoice, *, given: bool) -> str:
+    if given:
+        return f"token bucket {bucket.token_bucket} was given: {bucket.distinct_T:,} different T, slot fill {bucket.slot_fill:.1%}"
+    if bucket.slot_fill < LEAST_SLOT_FILL:
+        return (
+            f"token bucket {bucket.token_bucket}, the smallest: the slot fill is {bucket.slot_fill:.1%} with it already; every other one pads more"
+        )
+    return (
+        f"token bucket {bucket.token_bucket}: the largest that keeps the slot fill at {LEAST_SLOT_FILL:.1%} or more; optional, of use only "
+        "where something is cached by shape"
+    )

@@ -4,9 +4,7 @@
 import dataclasses
 from dataclasses import dataclass, field
 
-from megatron_dyn.pipeline.schedule import microbatch_multiple
-from megatron_dyn.planning import CostModel, PlanConfig, alignment_for
-from megatron_dyn.planning.cost_file import read_cost_file
+from megatron_dyn.planning import CostModel, PlanConfig
 from megatron_dyn.training.config import (
     CheckpointConfig,
     ConfigError,
@@ -19,6 +17,7 @@ from megatron_dyn.training.config import (
 )
 from megatron_dyn.training.model_config import ModelConfig, check_model_parallel
 from megatron_dyn.training.overlap import Fp8Config, OverlapConfig, check_overlap
+from megatron_dyn.training.plan_from_settings import cost_model, planner_config
 
 
 @dataclass(kw_only=True)
@@ -80,56 +79,34 @@ class RunConfig:
     def cost_model(self, vocab_size: int = 0) -> CostModel:
         """What pieces cost: measured coefficients where a file is given, else the model's operations.
 
+        Args:
+            vocab_size: the vocabulary without the rows that pad it; 0 leaves the output projection out.
+
         Raises:
             ConfigError: The file cannot be used.
         """
-        if self.data.cost_file is None:
-            return self.model.cost_model(vocab_size)
-        try:
-            return read_cost_file(self.data.cost_file)
-        except ValueError as error:
-            raise ConfigError(f"--cost-file {error}") from error
+        return cost_model(self.model, cost_file=self.data.cost_file, vocab_size=vocab_size)
 
-    def plan_config(self, *, data_parallel_size: int, **changes) -> PlanConfig:
-        """The planner's settings: the only place where T's alignment follows from the parallel sizes.
+    def plan_config(self, *, data_parallel_size: int, cost: CostModel | None = None, **changes) -> PlanConfig:
+        """The planner's settings.
 
         Args:
             data_parallel_size: Copies of the model.
+            cost: What pieces cost (none: the model's operations without its vocabulary, where balance does not matter).
             **changes: Fields of `PlanConfig` to set otherwise (validation reads its documents in stored order).
 
         Raises:
             ConfigError: The settings make no plan possible.
         """
-        alignment = alignment_for(
-            tensor_parallel=self.parallel.tensor_model_parallel_size,
-            sequence_parallel=self.parallel.sequence_parallel,
-            fp8=self.fp8.fp8 is not None,
-            token_bucket=self.data.token_bucket,
-        )
-        settings = dict(
-            max_tokens_per_microbatch=self.data.max_tokens_per_microbatch,
-            global_batch_size=self.data.global_batch_size,
-            global_batch_tokens=self.data.global_batch_tokens,
+        return planner_config(
+            vars(self.data),
+            self.parallel,
             data_parallel_size=data_parallel_size,
-            alignment=alignment,
             seed=self.training.seed,
-            oversize=self.data.oversize,
-            drop_last=self.data.drop_last,
-            max_documents_per_microbatch=self.data.max_documents_per_microbatch,
-            max_sum_squares_per_microbatch=self.data.max_sum_squares_per_microbatch,
-            microbatch_multiple=microbatch_multiple(
-                self.parallel.pipeline_model_parallel_size, self.parallel.virtual_pipeline_model_parallel_size
-            ),
-            microbatching=self.data.microbatching,
-            documents_per_microbatch=self.data.documents_per_microbatch,
-            document_order=self.data.document_order,
-            length_window=self.data.length_window,
-            cost=self.cost_model(),
+            fp8=self.fp8.fp8 is not None,
+            cost=self.cost_model() if cost is None else cost,
+            **changes,
         )
-        try:
-            return PlanConfig(**(settings | changes))
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
 
     def as_dict(self) -> dict:
         """Nested plain values, e.g. for a checkpoint's record of how it was made."""

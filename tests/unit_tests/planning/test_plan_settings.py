@@ -75,7 +75,13 @@ def test_a_window_leaves_out_the_scores_beyond_it(window):
     assert cost.of(window) == window**2 and CostModel(linear=0, quadratic=1).of(30) == 900
 
 
-@pytest.mark.parametrize("bad", [dict(linear=-1), dict(quadratic=float("nan")), dict(linear=0, quadratic=0)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(linear=-1), dict(quadratic=float("nan")), dict(linear=0, quadratic=0), dict(linear=1e308), dict(quadratic=1e308),
+        dict(linear=1e-310, quadratic=0),
+    ],
+)  # fmt: skip
 def test_cost_refuses(bad):
     with pytest.raises(ValueError, match="CostModel"):
         CostModel(**bad)

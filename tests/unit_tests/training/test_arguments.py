@@ -2,6 +2,7 @@
 """Flags and YAML become one validated configuration, or one message that every rank would print alike."""
 
 import dataclasses
+import operator
 import os
 import re
 import subprocess
@@ -65,6 +66,27 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "text, flags, taken",
+    [
+        ("global_batch_size: 16", ["--global-batch-tokens", "3000"], ("data.global_batch_tokens", 3000, "data.global_batch_size")),
+        ("global_batch_tokens: 16", ["--global-batch-size", "3"], ("data.global_batch_size", 3, "data.global_batch_tokens")),
+        ("lr_warmup_iters: 2", ["--lr-warmup-fraction", "0.5"], ("optimizer.lr_warmup_fraction", 0.5, None)),
+        ("lr_warmup_fraction: 0.1", ["--lr-warmup-iters", "2"], ("optimizer.lr_warmup_iters", 2, "optimizer.lr_warmup_fraction")),
+    ],
+)
+def test_a_flag_of_an_either_or_takes_the_place_of_the_files_other_half(tmp_path, text, flags, taken):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    batch = [] if "batch" in text else ["--global-batch-size", "8"]
+    run = parse_arguments(["--config", str(file), *without("--global-batch-size"), *batch, *flags], world_size=1)
+    name, value, other = taken
+    assert operator.attrgetter(name)(run) == value and (other is None or operator.attrgetter(other)(run) is None)
+    file.write_text("global_batch_size: 16\nglobal_batch_tokens: 100\n")
+    with pytest.raises(ConfigError, match="not both"):
+        parse_arguments(["--config", str(file), *without("--global-batch-size")], world_size=1)
+
+
+@pytest.mark.parametrize(
     "text, complaint",
     [
         ("num_layer: 4", "unknown setting 'num_layer'.*did you mean 'num_layers'"),
@@ -101,7 +123,7 @@ def test_a_missing_yaml_file_is_refused():
         (["--fp16"], "--bf16"),
         (["--context-parallel-size", "2"], "context parallelism is not supported"),
         (["--global-batch-tokens", "4096"], "exactly one of --global-batch-size.*not both"),
-        (["--max-tokens-per-microbatch", "0"], "max_tokens_per_microbatch"),
+        (["--max-tokens-per-microbatch", "0"], "--max-tokens-per-microbatch must be an integer of at least 1"),
         (["--overlap-param-gather"], "--use-distributed-optimizer"),
         (["--num-virtual-stages-per-pipeline-rank", "2"], "at least two pipeline ranks"),
         (["--lr-warmup-iters", "10"], "warmup of 10 steps leaves nothing"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_dyn plan`: what it prints and writes, what it refuses, and that it plans as a run would."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 
 from megatron_dyn.__main__ import main
-from megatron_dyn.planning import Planner
-from megatron_dyn.training.plan_settings import build_parser, read_lengths, read_request
+from megatron_dyn.planning import PlanConfig, Planner
+from megatron_dyn.planning.pictures import bars_of_T
+from megatron_dyn.training.config import DataConfig
+from megatron_dyn.training.plan_from_settings import AS_GIVEN
+from megatron_dyn.training.plan_settings import build_parser, read_flags, read_lengths, read_request
 
 LENGTHS = np.clip(np.random.default_rng(1).lognormal(5.0, 1.2, 1200), 1, None).astype(np.int64)
 PIPELINE = "--data-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2".split()
+SIZES = "--max-tokens-per-microbatch 1024 --global-batch-size 200".split()
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 4 --vocab-size 32000".split()
 
 
@@ -65,25 +70,133 @@ def test_the_page_is_whole_and_asks_nobody(capsys, lengths_file, tmp_path):
     assert json.loads((tmp_path / "out" / "plan.json").read_text())["plans"]["steps"] == 3
 
 
-def test_a_corpus_is_planned_as_a_run_plans_it(shared, capsys, tmp_path):
-    """The settings, and so the digests, are those of `pretrain_gpt_thd.py` with the same flags, also from its file of settings."""
+def planners_of(flags, settings, monkeypatch, *, ranks):
+    """The planner of a run with these flags, and that of the plan command."""
+    from megatron_dyn.training import inputs
     from megatron_dyn.training.arguments import parse_arguments
 
-    prefix = str(shared / "data/megatron/mix_heavytail_mistral_v1")
-    settings = tmp_path / "run.yaml"
-    settings.write_text(
-        f"data_path: [{prefix}]\nglobal_batch_tokens: 50000\ntoken_bucket: 64\nlr: 1e-3\ntrain_iters: 3\nvocab_size: 32000\n"
-    )
-    flags = [
-        "--config", str(settings), "--max-tokens-per-microbatch", "4096", "--pipeline-model-parallel-size", "2",
-        "--num-virtual-stages-per-pipeline-rank", "2", "--oversize", "truncate", "--seed", "7", *MODEL,
-    ]  # fmt: skip
-    request = read_request(vars(build_parser().parse_args(flags + ["--data-parallel-size", "2"])))
-    assert request.plan_config() == parse_arguments(flags, world_size=4).plan_config(data_parallel_size=2)
-    from megatron_dyn.corpus import open_corpus
+    config = ["--config", str(settings)] if settings else []
+    run = parse_arguments([*config, *flags], world_size=ranks)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(inputs, "layers_for", lambda run: "local")  # FP8 needs a GPU to run, not to be planned
+    request = read_request(read_flags([*config, *flags, "--data-parallel-size", str(run.parallel.data_parallel_size(ranks))])[0])
+    return inputs.Inputs(run).planner, Planner(request.lengths, request.plan_config(), request.fingerprint)
 
-    train = open_corpus([prefix], seed=7).train
-    assert request.fingerprint == train.fingerprint and np.array_equal(request.lengths, train.lengths)
+
+TOKENIZER = "data/tokenizers/mistral_v1_32k.model"
+
+
+@pytest.mark.parametrize(
+    "flags,file,ranks",
+    [
+        ("--vocab-size 32000", "", 1),
+        (f"--tokenizer-model {TOKENIZER}", "vocab_size: 9", 2),
+        ("--vocab-size 32001 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --oversize truncate --seed 7", "", 4),
+        ("--fp8-format hybrid --bf16 --tensor-model-parallel-size 2 --sequence-parallel", f"tokenizer_model: {TOKENIZER}", 4),
+        ("--vocab-size 32000 --document-order length-window --length-window 500 --drop-last", "token_bucket: 64\nlength_window: 100", 2),
+        ("--vocab-size 32000 --microbatching packed-fixed --global-batch-size 40", "data:\n  global_batch_tokens: 50000", 2),
+        ("--vocab-size 32000 --microbatching fixed-count --documents-per-microbatch 3 --max-documents-per-microbatch 2", "", 2),
+        ("--vocab-size 64000 --max-sum-squares-per-microbatch 9000000 --split 3,1 --position-embedding-type none", "swiglu: false", 2),
+    ],
+)
+def test_the_plans_are_those_of_a_run_with_the_same_flags(shared, monkeypatch, tmp_path, flags, file, ranks):
+    monkeypatch.chdir(shared)
+    settings = tmp_path / "run.yaml"
+    settings.write_text(f"global_batch_tokens: 60000\nmax_tokens_per_microbatch: 4096\nlr: 1e-3\ntrain_iters: 3\n{file}\n".replace(
+        "global_batch_tokens: 60000\n", "" if "global_batch" in file else "global_batch_tokens: 60000\n"))  # fmt: skip
+    shape = "--data-path data/megatron/mix_heavytail_mistral_v1 --num-layers 8 --hidden-size 64 --num-attention-heads 4"
+    trained, shown = planners_of([*shape.split(), *flags.split()], settings, monkeypatch, ranks=ranks)
+    assert trained.config == shown.config
+    assert [trained.plan(step).digest for step in (0, 1, 30)] == [shown.plan(step).digest for step in (0, 1, 30)]
+
+
+def test_the_vocabulary_is_part_of_the_cost(lengths_file):
+    def linear(*flags):
+        return read_request(read_flags(["--lengths", str(lengths_file), *SIZES, *MODEL[:-2], *flags])[0]).plan_config().cost.linear
+
+    assert linear("--vocab-size", "64000") - linear("--vocab-size", "32000") == 3 * 2 * 1024 * 32000
+
+
+def test_every_setting_of_the_planner_is_a_flag_or_follows_from_flags():
+    """What `PlanConfig` takes must reach it from the settings of a run: a new field needs a flag, or a rule in `planner_config`."""
+    follows = {"alignment", "document_alignment", "data_parallel_size", "seed", "microbatch_multiple", "cost"}
+    assert {item.name for item in dataclasses.fields(PlanConfig)} == set(AS_GIVEN) | follows
+    flags = {action.dest for action in build_parser()._actions}
+    assert set(AS_GIVEN) | {"seed", "data_parallel_size", "token_bucket", "cost_file"} <= flags
+    unplanned = {"prefetch_steps", "data_broadcast", "check_batch_content"}
+    assert {item.name for item in dataclasses.fields(DataConfig)} - flags == unplanned, "a flag of the data that the plan command passes over"
+
+
+def test_flags_of_a_launch_script_are_passed_over(capsys, lengths_file):
+    pasted = "--lr 1e-4 --train-iters 500 --save ckpt --eval-iters=5 --use-mcore-models --disable-bias-linear --no-tensorboard".split()
+    status, out, err = plan(capsys, "--lengths", lengths_file, *SIZES, *pasted, *MODEL, "--json")
+    assert status == 0 and json.loads(out)["plans"]["steps"] == 6
+    assert err.strip() == "passed over, as they say nothing about plans: --lr --train-iters --save --eval-iters --tensorboard"
+
+
+def test_a_flag_of_an_either_or_takes_the_place_of_the_files(capsys, lengths_file, tmp_path):
+    settings = tmp_path / "run.yaml"
+    settings.write_text("global_batch_size: 16\ndata_path: [nowhere]\nmax_tokens_per_microbatch: 1024\n")
+    status, out, err = plan(capsys, "--config", settings, "--lengths", lengths_file, "--global-batch-tokens", 30000, "--json")
+    assert status == 0, err
+    assert json.loads(out)["plans"]["settings"]["global_batch_tokens"] == 30000
+
+
+def test_a_blend_says_what_it_repeats(shared, capsys):
+    prefix = str(shared / "data/megatron/mix_heavytail_mistral_v1")
+    blend = ("--data-path", 0.9, prefix, 0.1, str(shared / "data/megatron/tiny_multimodal"))
+    status, out, err = plan(capsys, *blend, "--split", "1", *SIZES, "--steps", 1, "--no-compare", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["part"] == "training part of --split 1"
+    assert re.match(r"4,0\d\d different documents", found["blend"][0]) and "1.000 passes an epoch" in found["blend"][1]
+    assert float(re.search(r"([\d.]+) passes an epoch", found["blend"][2])[1]) > 1000
+
+
+def test_ranks_that_idle_are_a_warning(capsys, lengths_file):
+    status, out, _ = plan(capsys, "--lengths", lengths_file, *SIZES, "--data-parallel-size", 512, "--steps", 2)
+    assert status == 0 and re.search(r"WARNING: \d+\.\d of 512 data-parallel ranks hold no document", out) and "Raise --global-batch-size" in out
+    _, out, _ = plan(capsys, "--lengths", lengths_file, *SIZES, "--data-parallel-size", 4)
+    assert "WARNING" not in out
+
+
+def test_one_is_not_many(capsys, lengths_file):
+    _, out, _ = plan(capsys, "--lengths", lengths_file, "--max-tokens-per-microbatch", 1024, "--global-batch-size", 1, "--steps", 1)
+    assert re.search(r"step 0, B 1,024", out) and "1 step, 1 document," in out and not re.search(r"\b1 (steps|documents|microbatches)\b", out)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_planning(capsys, lengths_file, monkeypatch):
+    monkeypatch.setattr("megatron_dyn.training.plan_command.report_on", None)
+    status, _, err = plan(capsys, "--lengths", lengths_file, *SIZES, "--output", lengths_file)
+    assert status == 2 and f"--output {lengths_file} cannot be written" in err
+
+
+def test_what_is_proposed_is_what_is_planned(capsys, lengths_file):
+    asked = ("--lengths", lengths_file, "--recommend", "--device-memory-gib", 24, "--steps", 1, "--no-compare", "--json")
+    found = json.loads(plan(capsys, *asked, *MODEL)[1])
+    assert found["plans"]["settings"]["alignment"] == found["recommendation"]["token_bucket"] > 1
+    assert found["plans"]["settings"]["max_tokens_per_microbatch"] == found["recommendation"]["max_tokens_per_microbatch"]
+    given = json.loads(plan(capsys, *asked, *MODEL, "--token-bucket", 512)[1])
+    assert given["plans"]["settings"]["alignment"] == 512 and given["recommendation"]["token_bucket"] is None
+    assert [choice["token_bucket"] for choice in given["recommendation"]["buckets"]] == [512]
+
+
+def test_a_tokenizer_gives_the_vocabulary(shared, capsys, lengths_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(shared)
+    settings = tmp_path / "run.yaml"
+    settings.write_text(f"num_layers: 8\nhidden_size: 1024\nnum_attention_heads: 16\nnum_query_groups: 4\ntokenizer_model: {TOKENIZER}\n")
+    asked = ("--lengths", lengths_file, "--recommend", "--device-memory-gib", 24, "--steps", 1, "--no-compare", "--json")
+    with_tokenizer, with_size = plan(capsys, *asked, "--config", settings), plan(capsys, *asked, *MODEL)
+    assert with_tokenizer[0] == 0, with_tokenizer[2]
+    assert json.loads(with_tokenizer[1])["recommendation"] == json.loads(with_size[1])["recommendation"]
+
+
+def test_no_bar_of_T_stands_above_the_capacity():
+    for capacity, T in ((1024, [1024, 1024, 1023, 1]), (8, [8, 8, 7, 1]), (51, [51, 1, 2])):
+        counts, edges = bars_of_T(np.array(T), capacity)
+        assert edges[-1] == capacity and edges[0] == 0 and counts.sum() == len(T) and len(counts) == len(edges) - 1
+        for value in set(T):  # a bar holds its right edge and not its left one
+            bar = np.searchsorted(edges, value, side="left") - 1
+            assert counts[bar] >= T.count(value)
 
 
 def test_no_torch_is_needed(lengths_file):
@@ -107,7 +220,15 @@ def test_no_torch_is_needed(lengths_file):
         (["--max-tokens-per-microbatch", "64", "--global-batch-size", "8", "--steps", "0"], "at least one step"),
         (["--max-tokens-per-microbatch", "64", "--global-batch-size", "8", "--data-parallel-size", "0"], "--data-parallel-size is 0"),
         (["--max-tokens-per-microbatch", "64", "--global-batch-size", "8", "--hidden-size", "64"], "missing: --num-layers"),
-        (["--max-tokens-per-microbatch", "64", "--global-batch-size", "8", "--micro-batch-size", "2"], "unrecognized arguments"),
+        (["--max-tokens-per-microbatch", "64", "--global-batch-size", "8", "--micro-batch-size", "2"], "packed up to a token budget instead"),
+        ([*SIZES, "--seq-length", "4096", "--lr", "1"], "T differs from microbatch to microbatch"),
+        ([*SIZES, "--nonsense", "3"], "unrecognized arguments: --nonsense 3"),
+        (["--max-tokens-per-microbatch", "0", "--global-batch-size", "8"], "--max-tokens-per-microbatch must be an integer of at least 1"),
+        ([*SIZES, "--oversize", "error", "--max-tokens-per-microbatch", "9"], "--oversize error refuses them; raise --max-tokens-per-microbatch or"),
+        ([*SIZES, "--token-bucket", "0"], "--token-bucket is 0"),
+        (["--recommend", *MODEL, "--device-memory-gib", "inf"], "--device-memory-gib is inf"),
+        (["--recommend", *MODEL, "--device-memory-gib", "nan"], "--device-memory-gib is nan"),
+        (["--recommend", *MODEL[:-2], "--device-memory-gib", "80"], "--recommend needs --vocab-size or --tokenizer-model"),
         (["--recommend", *MODEL], "--recommend needs --device-memory-gib"),
         (["--recommend", *MODEL, "--device-memory-gib", "1"], "no budget of use would fit; raise --tensor-model-parallel-size"),
     ],
@@ -120,9 +241,15 @@ def test_refusals_name_the_way_out(capsys, lengths_file, arguments, message):
 def test_lengths_from_files(tmp_path):
     np.save(tmp_path / "lengths.npy", np.array([3, 4], dtype=np.uint16))
     assert read_lengths(str(tmp_path / "lengths.npy")).tolist() == [3, 4]
-    for name, content in (("words.txt", b"3\nfour\n"), ("empty.txt", b""), ("damaged.npy", b"\x93NUMPY"), ("binary.txt", b"\xff\xfe")):
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbf3\r\n4\r\n")
+    assert read_lengths(str(tmp_path / "marked.txt")).tolist() == [3, 4]
+    for name, content, message in (
+        ("words.txt", b"3\n\nfour\n", "line 3 is 'four'"), ("minus.txt", b"-3\n", "line 1 is '-3'"), ("long.txt", b"9" * 30, "line 1 is '999"),
+        ("empty.txt", b"", "at least one"), ("damaged.npy", b"\x93NUMPY", "one length"),
+        ("wide.txt", "\ufeff3\n".encode("utf-16"), "not text in UTF-8"),
+    ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"--lengths .*{name}"):
+        with pytest.raises(ValueError, match=f"--lengths .*{name}.*{message}"):
             read_lengths(str(tmp_path / name))
     np.save(tmp_path / "table.npy", np.ones((2, 2), dtype=np.int64))
     with pytest.raises(ValueError, match="expected integers in one row"):

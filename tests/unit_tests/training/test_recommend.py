@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_dyn.planning import PlanConfig, alignment_for
+from megatron_dyn.planning import PlanConfig, PlanError, alignment_for
 from megatron_dyn.training.config import ConfigError, ParallelConfig
 from megatron_dyn.training.memory import fullest_rank, layer_bytes_per_token, most_in_flight, parameters, state_bytes_per_parameter
 from megatron_dyn.training.model_config import ModelConfig
@@ -58,7 +58,7 @@ def test_recomputation_and_the_output_layer():
     assert fullest_rank(plain, pipeline, **(sizes | dict(vocab_size=1000))).pipeline_rank == 0
 
 
-def proposal(memory_gib, *, budget=None, global_batch_size=None, **parallel):
+def proposal(memory_gib, *, budget=None, global_batch_size=None, token_bucket=None, lengths=LENGTHS, ranks=4, planning={}, **parallel):
     settings = ParallelConfig(**parallel)
 
     def plan_config(*, max_tokens_per_microbatch, token_bucket, global_batch_tokens):
@@ -66,12 +66,14 @@ def proposal(memory_gib, *, budget=None, global_batch_size=None, **parallel):
             tensor_parallel=settings.tensor_model_parallel_size, sequence_parallel=settings.sequence_parallel, token_bucket=token_bucket
         )
         batch = dict(global_batch_size=global_batch_size) if global_batch_size else dict(global_batch_tokens=global_batch_tokens)
-        return PlanConfig(max_tokens_per_microbatch=max_tokens_per_microbatch, data_parallel_size=4, alignment=alignment, **batch)
+        return PlanConfig(
+            max_tokens_per_microbatch=max_tokens_per_microbatch, data_parallel_size=ranks, alignment=alignment, **batch, **planning
+        )
 
     return recommend(
-        LENGTHS, plan_config=plan_config, model=ModelConfig(**GPT), parallel=settings, vocab_size=50304, bf16=True,
+        lengths, plan_config=plan_config, model=ModelConfig(**GPT), parallel=settings, vocab_size=50304, bf16=True,
         device_memory_gib=memory_gib,
-        data_parallel_size=4, budget=budget, global_batch_given=global_batch_size is not None,
+        data_parallel_size=ranks, budget=budget, token_bucket=token_bucket, global_batch_given=global_batch_size is not None,
     )  # fmt: skip
 
 
@@ -95,6 +97,38 @@ def test_less_memory_means_a_smaller_budget_and_too_little_is_refused():
 def test_given_settings_are_kept_and_judged():
     found = proposal(40, budget=65536, global_batch_size=512)
     assert found.max_tokens_per_microbatch == 65536 and found.global_batch_tokens is None and "does NOT fit" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "lengths,ranks,none_left,planning,message",
+    [
+        (np.append(np.minimum(LENGTHS, 4000), 9000), 1, dict(lengths=LENGTHS * 1000), dict(oversize="error"), "above the budget of"),
+        (np.full(50, 9000), 1, dict(lengths=np.full(50, 9_000_000)), dict(oversize="drop"), "no usable documents"),
+        (np.full(40, 2000), 1, dict(ranks=64), dict(drop_last=True), "smaller than one global batch"),
+    ],
+)
+def test_impossible_budgets_are_skipped_and_named_when_none_is_left(lengths, ranks, none_left, planning, message):
+    settings = dict(lengths=lengths, planning=planning, ranks=ranks)
+    found = proposal(80, **settings)
+    assert found.impossible and all(message in reason for reason in found.impossible.values())
+    possible = {choice.max_tokens_per_microbatch for choice in found.budgets}
+    assert possible.isdisjoint(found.impossible) and found.max_tokens_per_microbatch in possible
+    with pytest.raises(PlanError, match=rf"no budget makes a plan.*possible: B [\d,]+: .*{message}.*; B [\d,]+: "):
+        proposal(80, **(settings | none_left))
+
+
+def test_a_given_bucket_is_kept_and_padding_is_not_busy():
+    found, coarse = proposal(80, budget=8192), proposal(80, budget=8192, token_bucket=2048)
+    assert coarse.token_bucket is None and [choice.token_bucket for choice in coarse.buckets] == [2048]
+    assert "token bucket 2048 was given" in coarse.reasons[-1] and found.token_bucket is not None
+    slot_fill = coarse.buckets[0].slot_fill
+    assert coarse.budgets[0].busy < found.budgets[0].busy * (slot_fill + 0.01) < found.budgets[0].busy
+
+
+def test_no_bucket_is_praised_for_a_fill_it_does_not_keep():
+    found = proposal(80, ranks=512, budget=4096, global_batch_size=4, lengths=np.full(4000, 1), tensor_model_parallel_size=8, sequence_parallel=True)
+    assert found.token_bucket == 8 == found.buckets[0].token_bucket and found.buckets[0].slot_fill < 0.01
+    assert "the smallest: the slot fill is 0." in found.reasons[-1] and "99.5%" not in found.reasons[-1]
 
 
 @pytest.mark.parametrize("pp,vp,least", [(1, None, 4), (2, None, 9), (4, None, 27), (4, 2, 16), (8, 4, 16)])
