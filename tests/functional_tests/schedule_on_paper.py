@@ -100,10 +100,11 @@ class _Noting(planned_p2p.PlannedP2PCommunicator):
             op = Op(rank, direction, peer, message, channel, self._calls)
             if self.one_request and requests:
                 self.program[-1][1].append(op)
-                requests[direction] = request
+                requests[direction] = next(iter(requests.values()))
                 continue
             self.program.append(("post", [op]))
-            request = requests[direction] = planned_p2p.Request(self, [_Work(self.program, self._calls)], [], direction)
+            request = planned_p2p.Request(self, [_Work(self.program, self._calls)], [], direction)
+            requests[direction] = request
             self._outstanding.append(request)
             self._calls += not self.one_request
         self._calls += self.one_request
