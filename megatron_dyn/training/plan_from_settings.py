@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from megatron_dyn.corpus import SentencePieceTokenizer
 from megatron_dyn.pipeline.schedule import microbatch_multiple
 from megatron_dyn.planning import CostModel, PlanConfig, alignment_for
+from megatron_dyn.planning.config import DOCUMENT_ORDERS, MICROBATCHINGS, OVERSIZE_POLICIES
 from megatron_dyn.planning.cost_file import read_cost_file
 from megatron_dyn.training.config import ConfigError, DataConfig, ParallelConfig
 from megatron_dyn.training.field_flags import flag_name
@@ -18,6 +19,7 @@ AS_GIVEN = tuple(item.name for item in fields(PlanConfig) if item.name in DATA_D
 """Settings of a run's data that reach the planner under their own names."""
 FLAGS = ("token_bucket", "seed", "data_parallel_size", *AS_GIVEN)
 """Settings that the planner speaks of and that are flags."""
+CHOICES = (*OVERSIZE_POLICIES, *MICROBATCHINGS, *DOCUMENT_ORDERS)
 
 
 def planner_config(
@@ -93,7 +95,8 @@ def vocabulary(tokenizer_model: str | None, vocab_size: int | None) -> tuple[int
 def in_flags(message: str) -> str:
     """The planner's words with flags in the place of its settings: `oversize='split'` -> `--oversize split`."""
     message = re.sub(r"\bdrop_last=(True|False)", lambda found: "--drop-last" if found[1] == "True" else "--no-drop-last", message)
-    assigned = rf"\b({'|'.join(FLAGS)})=(?:'([^']*)'|(\w+))"
+    assigned = rf"\b({'|'.join(FLAGS)})=(?:'([^']*)'|(-?\w+))"
     message = re.sub(assigned, lambda found: f"{flag_name(found[1])} {found[2] or found[3]}", message)
+    message = re.sub(rf"'({'|'.join(CHOICES)})'", r"\1", message)
     named = "|".join(name for name in FLAGS if "_" in name)
     return re.sub(rf"(?<![\w-])({named}|seed(?= must))\b", lambda found: flag_name(found[1]), message)

@@ -167,6 +167,11 @@ def recommend(
     buckets = _buckets(lengths, lambda bucket: config_for(chosen.max_tokens_per_microbatch, bucket), tried)
     bucket = max((choice for choice in buckets if choice.slot_fill >= LEAST_SLOT_FILL), default=buckets[0], key=lambda found: found.token_bucket)
     reasons = _reasons(chosen, largest, wanted, parallel, budget_given=budget is not None, global_batch_given=global_batch_given)
+    if global_batch_given and chosen.global_batch_documents < data_parallel_size:
+        reasons.append(
+            f"the global batch should grow: {chosen.global_batch_documents:,.0f} documents do not feed {data_parallel_size:,} ranks; {wanted} "
+            f"microbatches a rank hold about {step_tokens(chosen.max_tokens_per_microbatch):,} tokens at this B"
+        )
     return Recommendation(
         max_tokens_per_microbatch=chosen.max_tokens_per_microbatch,
         global_batch_tokens=None if global_batch_given else step_tokens(chosen.max_tokens_per_microbatch),
@@ -263,7 +268,7 @@ def _reasons(
             f"global batch: {STEP_FILL:.0%} of {wanted} microbatches a rank ({why}); a lower limit for speed, which says "
             "nothing about convergence"
         )
-    elif chosen.fill < GOOD_FILL:
+    elif chosen.fill < GOOD_FILL and chosen.microbatches_per_rank > 1:
         reasons.append(
             f"the global batch fills {chosen.fill:.0%} of {chosen.microbatches_per_rank:.1f} microbatches a rank: every rank runs the same "
             "number"

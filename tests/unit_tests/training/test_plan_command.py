@@ -13,8 +13,9 @@ import pytest
 from megatron_dyn.__main__ import main
 from megatron_dyn.planning import PlanConfig, Planner
 from megatron_dyn.planning.pictures import bars_of_T
+from megatron_dyn.training import plan_settings
 from megatron_dyn.training.config import DataConfig
-from megatron_dyn.training.plan_from_settings import AS_GIVEN
+from megatron_dyn.training.plan_from_settings import AS_GIVEN, cost_model, in_flags, planner_config
 from megatron_dyn.training.plan_settings import build_parser, read_flags, read_lengths, read_request
 
 LENGTHS = np.clip(np.random.default_rng(1).lognormal(5.0, 1.2, 1200), 1, None).astype(np.int64)
@@ -108,6 +109,31 @@ def test_the_plans_are_those_of_a_run_with_the_same_flags(shared, monkeypatch, t
     trained, shown = planners_of([*shape.split(), *flags.split()], settings, monkeypatch, ranks=ranks)
     assert trained.config == shown.config
     assert [trained.plan(step).digest for step in (0, 1, 30)] == [shown.plan(step).digest for step in (0, 1, 30)]
+
+
+def without_length_window(data, *rest, **given):
+    return planner_config({name: value for name, value in data.items() if name != "length_window"}, *rest, **given)
+
+
+def without_vocabulary(model, *, cost_file, vocab_size):
+    return cost_model(model, cost_file=cost_file, vocab_size=0)
+
+
+@pytest.mark.parametrize(
+    "name,broken,flags",
+    [
+        ("planner_config", without_length_window, "--document-order length-window --length-window 500"),
+        ("cost_model", without_vocabulary, ""),
+    ],
+)
+def test_a_setting_that_the_command_forgets_is_noticed(shared, monkeypatch, name, broken, flags):
+    """The comparison of digests above would fail: mutants of the command's side."""
+    monkeypatch.chdir(shared)
+    monkeypatch.setattr(plan_settings, name, broken)
+    settings = "--max-tokens-per-microbatch 4096 --global-batch-size 200 --lr 1 --train-iters 3 --vocab-size 32000"
+    shape = "--data-path data/megatron/mix_heavytail_mistral_v1 --num-layers 8 --hidden-size 64 --num-attention-heads 4"
+    trained, shown = planners_of([*shape.split(), *settings.split(), *flags.split()], None, monkeypatch, ranks=2)
+    assert trained.plan(0).digest != shown.plan(0).digest
 
 
 def test_the_vocabulary_is_part_of_the_cost(lengths_file):
@@ -236,6 +262,14 @@ def test_no_torch_is_needed(lengths_file):
 def test_refusals_name_the_way_out(capsys, lengths_file, arguments, message):
     status, out, err = plan(capsys, "--lengths", lengths_file, *arguments)
     assert status == 2 and not out and re.search(message, err), err
+
+
+def test_the_planners_words_in_flags():
+    said = "oversize='error' refuses them; raise max_tokens_per_microbatch or choose oversize='split', 'truncate' or 'drop'"
+    assert in_flags(said) == "--oversize error refuses them; raise --max-tokens-per-microbatch or choose --oversize split, truncate or drop"
+    assert in_flags("seed must be, seed=-1, drop_last drops, --seed 1, document_order='x y'") == (
+        "--seed must be, --seed -1, --drop-last drops, --seed 1, --document-order x y"
+    )
 
 
 def test_lengths_from_files(tmp_path):

@@ -129,6 +129,7 @@ def test_no_bucket_is_praised_for_a_fill_it_does_not_keep():
     found = proposal(80, ranks=512, budget=4096, global_batch_size=4, lengths=np.full(4000, 1), tensor_model_parallel_size=8, sequence_parallel=True)
     assert found.token_bucket == 8 == found.buckets[0].token_bucket and found.buckets[0].slot_fill < 0.01
     assert "the smallest: the slot fill is 0." in found.reasons[-1] and "99.5%" not in found.reasons[-1]
+    assert "the global batch should grow: 4 documents do not feed 512 ranks" in found.reasons[-2]
 
 
 @pytest.mark.parametrize("pp,vp,least", [(1, None, 4), (2, None, 9), (4, None, 27), (4, 2, 16), (8, 4, 16)])
