@@ -202,7 +202,7 @@ def report_on(
         ValueError: no step is asked for.
     """  # fmt: skip
     if steps < 1 or first_step < 0:
-        raise ValueError(f"{steps} steps from step {first_step}: at least one step, from step 0 on, is needed to say anything")
+        raise ValueError(f"steps={steps}, first_step={first_step}: at least one step, from step 0 on, is needed to say anything")
     config, pipeline = planner.config, dict(pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages)
     longest = int(planner.lengths.max())
     ways = {name: _Way(name) for name in (TITLES if compare else (PLANNED,))}

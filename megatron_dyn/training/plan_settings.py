@@ -192,7 +192,8 @@ def read_request(found: dict) -> PlanRequest:
         "exactly one of --global-batch-size (documents a step) and --global-batch-tokens is needed, "
         f"not {'both' if batches else 'neither'}",
     )
-    require(values.get("data_parallel_size", 1) >= 1, f"--data-parallel-size is {values.get('data_parallel_size')}: it must be at least 1")
+    for name, least in (("data_parallel_size", 1), ("steps", 1), ("first_step", 0)):
+        require(values.get(name, 1) >= least, f"{flag_name(name)} is {values.get(name)}: it must be at least {least}")
     require(not recommend or values.get("device_memory_gib") is not None, "--recommend needs --device-memory-gib: the memory of one device")
     memory = values.get("device_memory_gib", 1.0)
     require(

@@ -33,6 +33,8 @@ def test_every_way_divides_every_token_over_equally_many_microbatches(name, mult
         assert division.tokens.sum() == plan.stats.tokens and division.tokens.shape[0] == 4
         assert division.num_microbatches % multiple == 0
         assert (division.rows >= division.tokens).all() and (division.rows % 2 == 0).all()
+        empty = division.tokens == 0
+        assert (division.cost[empty] == planner.config.cost.linear * division.rows[empty]).all()
         if name in ("in_order", "karmarkar_karp"):  # they cut nothing: each piece costs what it costs alone, each row of padding its share
             alone = sum(planner.config.cost.of(piece) for piece in pieces_in_order(plan).length.tolist())
             padding = int((division.rows - division.tokens).sum())
@@ -149,6 +151,8 @@ def test_padding_takes_the_longest_of_the_corpus():
     division = padded(pieces(500, 10, 20), config(data_parallel_size=1, cost=cost), 511)
     assert division.rows.tolist() == [[1024, 512]] and division.tokens.tolist() == [[510, 20]]
     assert division.cost.tolist() == [[2 * cost.of(512), cost.of(512)]]
+    fillers = padded(pieces(500), config(data_parallel_size=3, cost=cost), 511)
+    assert fillers.rows.tolist() == [[512], [2], [2]] and fillers.cost.tolist() == [[cost.of(512)], [2.0], [2.0]]
 
 
 def test_measures_are_those_of_the_plan():
