@@ -9,16 +9,18 @@ STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 # PYTHON=...          the interpreter that makes .venv (otherwise python3.11, else the first of 3.12, 3.13 and python3 that works)
 # TORCH_PIP_ARGS=...  extra arguments of the pip call that installs torch, such as --index-url
+# SOAK_ARGS=...       arguments of tests/soak.py, such as --steps 300 --kills 2
 # PYTEST_ARGS=...     extra arguments of pytest, such as tests/unit_tests/planning or -x
 PYTHON ?=
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 # Two ranks or more share few cores in the tests: more threads a rank would only fight.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-native demo clean
+.PHONY: help install test test-slow test-native soak demo clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s  %s\n", $$1, $$2}'
@@ -61,6 +63,9 @@ test-slow: install ## the tests that take long
 
 test-native: install ## compile the extension against the headers of the tested Transformer Engines (downloads wheels once, half a gigabyte)
 	@$(RUN) -m pytest tests -m native $(PYTEST_ARGS)
+
+soak: install ## 5,000 steps on TP 2 x PP 2, unbroken and with ranks killed at random: equal losses, flat memory (hours on few cores)
+	@$(RUN) tests/soak.py $(SOAK_ARGS)
 
 demo: install ## train a small GPT on this machine's Python standard library, two ranks, about two minutes; results in $(RUN_DIR)
 	@$(RUN) examples/demo/run_demo.py --run-dir $(RUN_DIR)

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_dyn.corpus.errors import CorpusError
 from megatron_dyn.corpus.indexed_format import DTYPE_BY_CODE, HEADER, MAGIC, VERSION, bin_path, idx_path, partial_path
+from megatron_dyn.corpus.steady_file import SteadyFile
 
 SCAN_AT_OPEN_BYTES = 1 << 30
 CHECK_CHUNK = 1 << 20  # entries looked at together: bounds the memory of a check, whatever the file's size
@@ -186,6 +187,7 @@ class IndexedReader:
         self.modes = index.modes
         self._index = index
         self._tokens = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r") if read_tokens else None
+        self._file = SteadyFile(bin_path(self.prefix), self._has_its_fingerprint) if read_tokens else None
         self.num_tokens = len(self._tokens) if read_tokens else int(index.lengths.sum(dtype=np.int64))
         # Sequences lie in .bin without gaps, so a document is one contiguous run of tokens.
         ends = np.append(index.pointers, self.num_tokens * self.dtype.itemsize)
@@ -211,7 +213,7 @@ class IndexedReader:
         """A copy of ``length`` tokens of a document (None: to its end), int64 [length].
 
         Raises:
-            CorpusError: the slice is not inside the document, or an id is outside the vocabulary.
+            CorpusError: the slice is not inside the document, an id is outside the vocabulary, or the file has changed since it was opened.
         """
         if self._tokens is None:
             raise CorpusError(f"{self.describe(document)}: this process was told to read lengths only, no tokens")
@@ -222,6 +224,7 @@ class IndexedReader:
         if start < 0 or length < 0 or start + length > size:
             raise CorpusError(f"{self.describe(document)}: tokens {start} to {start + length} asked for, but it has {size}")
         begin = int(self._starts[document]) + start
+        self._file.look()
         found = self._tokens[begin : begin + length]
         self._check_ids(found, begin)
         return found.astype(np.int64)
@@ -258,6 +261,13 @@ class IndexedReader:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hex digest of the documents as they were when it was first asked for: see `_digest`."""
+        return self._digest()
+
+    def _has_its_fingerprint(self) -> bool:
+        return "fingerprint" in vars(self) and self._digest() == self.fingerprint
+
+    def _digest(self) -> str:
         """Hex digest of the documents: dtype, lengths, boundaries and tokens, independent of where the files lie.
 
         Above 1 GiB the tokens are sampled (256 evenly spaced runs of 64 KiB), so that opening stays quick.

@@ -2,6 +2,7 @@
 """One rank fails in the middle of a run: how long until every rank has left, and what each of them says. `docs/reliability.md` has the table."""
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -168,6 +169,25 @@ def test_out_of_memory_says_what_to_lower(corpus, tmp_path, monkeypatch):
         said = ranks.output(rank)
         assert f"out of memory at step {FAULT_STEP}, microbatch 1 of" in said and "the budget 96" in said and "its T is" in said
         assert "Lower --max-tokens-per-microbatch" in said and "Tried to allocate 20.00 GiB" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_corpus_that_is_cut_under_the_run_ends_it(tmp_path, monkeypatch):
+    own = write_corpus(tmp_path / "documents", heavy_tailed_lengths(60, longest=90))  # one page: what is cut reads as zeros, not as a bus error
+    fault = Fault(monkeypatch, tmp_path, {0: lambda: os.truncate(own.with_suffix(".bin"), 100)})
+    ranks = start(2, run(own, tmp_path), tmp_path)
+    assert ranks.wait(30) == [1, 1], ranks.output()
+    print(f"FAULT the corpus is cut: {fault.seconds():.1f} s")
+    assert fault.seconds() < WITHIN_SECS
+    assert all("bytes when the run opened it and has 100 now" in ranks.output(rank) for rank in range(2))
+
+
+@pytest.mark.slow
+def test_a_full_disk_while_saving_ends_the_run_and_the_checkpoint_before_stays(corpus, tmp_path, monkeypatch):
+    fault = Fault(monkeypatch, tmp_path, {1: lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))})
+    ranks = start(2, run(corpus, tmp_path), tmp_path)
+    check_all_left("a full disk while saving", fault, ranks, tmp_path, statuses=[1, 1])
+    assert all("CheckpointError: could not write the tensors" in ranks.output(rank) and "File too large" in ranks.output(rank) for rank in range(2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGUSR1", "SIGTERM"])
