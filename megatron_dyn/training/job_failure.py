@@ -65,9 +65,7 @@ def report(error: BaseException, told: Told, watch: JobWatch, standing: Standing
     root = watch.report(mine, wait_secs=wait, lost=lost)
     if root is None or root == mine:
         return told.text
-    if root.kind != "raised" and root.by == watch.rank:
-        return ""
-    return f"leaving because {root}"
+    return "" if watch.told else f"leaving because {root}"
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -62,6 +62,8 @@ class JobWatch:
         self.rank, self.world = board.rank, board.world
         self.root: Failure | None = None
         """Why the job ends, once it does."""
+        self.told = False
+        """The watch has printed it on this rank."""
         self._board = board
         self._hosts_store = hosts_store
         self._heartbeat_secs = heartbeat_secs
@@ -188,8 +190,10 @@ class JobWatch:
             _say(f"[rank {self.rank}] stands at {place(self._progress.standing)}:\n{stack}")
             board.place(f"{place(self._progress.standing)}, {where}")
         if mine and failure.kind != "raised":
+            self.told = True
             _say(f"[rank {self.rank}] {failure}\n{self._table(board, failure.rank)}")
         elif not mine and self._reported is None:
+            self.told = True
             _say(f"[rank {self.rank}] leaving because {failure}")
         board.tell()
         if self._hosts_store:
@@ -241,6 +245,7 @@ class JobWatch:
         host = "the launcher" if uses_launchers_store() else "rank 0's process"
         reason = f"{host}, which holds the job's store at {address}, is gone or frozen ({what})"
         self.root = Failure(kind="silent", rank=None if host == "the launcher" else 0, by=self.rank, reason=reason)
+        self.told = True
         _say(f"[rank {self.rank}] leaving because {reason}")
         self._resolved.set()
         if not self._closed.wait(GRACE_SECS):
@@ -264,14 +269,14 @@ def _fields(beat: str) -> dict:
 
 
 def _stack_of(thread: threading.Thread) -> tuple[str, str]:
-    """Innermost place in this package (or at all), and the whole Python stack of a thread."""
+    """The innermost place in this package and the innermost of all, and the whole Python stack of a thread."""
     frame = sys._current_frames().get(thread.ident)
     if frame is None:
         return "no Python frame", "    (no Python frame)"
     frames = traceback.extract_stack(frame)
     ours = [entry for entry in frames if "megatron_dyn" in entry.filename] or frames
-    inner = f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} ({ours[-1].name})"
-    return inner, "".join(traceback.format_list(frames)).rstrip()
+    told = dict.fromkeys(f"{os.path.basename(entry.filename)}:{entry.lineno} ({entry.name})" for entry in (ours[-1], frames[-1]))
+    return " > ".join(told), "".join(traceback.format_list(frames)).rstrip()
 
 
 def _say(text: str) -> None:

@@ -445,7 +445,7 @@ def test_links_are_not_followed_out_of_the_folder(tmp_path):
     assert sorted(os.listdir(folder)) == ["iter_0000002", TRACKER_NAME]
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname"])
+@pytest.mark.parametrize("name", ["../outside", pytest.param("/etc/hostname", marks=pytest.mark.slow)])
 def test_a_seal_that_names_a_file_elsewhere_is_refused(tmp_path, name):
     launch(1, lambda rank, world: save(start(Shape()), tmp_path / "ck", iteration=1))
     path = tmp_path / "ck" / "iter_0000001" / SEAL_NAME

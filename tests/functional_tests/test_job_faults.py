@@ -134,10 +134,10 @@ def test_a_frozen_rank_is_named_with_the_place_it_was_seen_at(corpus, tmp_path, 
 @pytest.mark.slow
 def test_a_stall_shows_where_every_rank_stands(corpus, tmp_path, monkeypatch):
     fault = Fault(monkeypatch, tmp_path, {1: lambda: time.sleep(600)})
-    ranks = start(2, run(corpus, tmp_path, stall_timeout=3), tmp_path)
-    check_all_left("a stall (--stall-timeout 3)", fault, ranks, tmp_path, statuses=[1, 1], within=3 + WITHIN_SECS)
+    ranks = start(2, run(corpus, tmp_path, stall_timeout=8), tmp_path)
+    check_all_left("a stall (--stall-timeout 8)", fault, ranks, tmp_path, statuses=[1, 1], within=8 + WITHIN_SECS)
     table = ranks.output(0)
-    assert "no rank has got on for" in table and "--stall-timeout 3" in table
+    assert "no rank has got on for" in table and "--stall-timeout 8" in table
     assert f"rank 1: step {FAULT_STEP}, microbatch 1 of" in table and "rank 0: step" in table
     assert "test_job_faults.py" in ranks.output(1), "the stack of the rank that stands still"
 
@@ -158,6 +158,7 @@ def test_long_work_that_is_long_by_nature_is_no_stall(corpus, tmp_path, monkeypa
     train(1, run(corpus, tmp_path, stall_timeout=2, train_iters=2, tensor_model_parallel_size=1), tmp_path)
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_what_to_lower(corpus, tmp_path, monkeypatch):
     def exhausts() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
@@ -190,7 +191,8 @@ def test_a_full_disk_while_saving_ends_the_run_and_the_checkpoint_before_stays(c
     assert all("CheckpointError: could not write the tensors" in ranks.output(rank) and "File too large" in ranks.output(rank) for rank in range(2))
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGUSR1", "SIGTERM"])
+@pytest.mark.slow  # in the default run, tests/functional_tests/test_resume.py has one
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["SIGUSR1", "SIGTERM"])
 def test_a_signal_saves_and_leaves_with_0(corpus, tmp_path, monkeypatch, number):
     fault = Fault(monkeypatch, tmp_path, {1: lambda: os.kill(os.getpid(), number)})
     ranks = start(2, run(corpus, tmp_path, save_interval=1000), tmp_path)

@@ -105,12 +105,12 @@ def test_a_rank_that_falls_silent_is_found_without_any_error(capsys):
 
 
 def test_no_rank_is_lost_while_all_are_there_or_the_run_ends():
-    with Job(3, heartbeat_secs=0.3) as job:
-        time.sleep(1.0)
+    with Job(3, heartbeat_secs=0.4) as job:
+        time.sleep(0.6)
         for watch in job.watches:
             watch.finishing()
         job.watches[1].close()
-        time.sleep(0.6)
+        time.sleep(0.5)
         assert job.ended == {} and all(watch.root is None for watch in job.watches)
 
 
@@ -129,18 +129,18 @@ def test_a_stall_is_told_with_every_ranks_place(capsys):
 
 @pytest.mark.parametrize("who", ["rank 1 gets on", "rank 1 saves", "the first step compiles"])
 def test_what_is_no_stall(who):
-    with Job(2, stall_secs=0.3) as job:
+    with Job(2, stall_secs=0.2) as job:
         if who != "the first step compiles":
             for progress in job.progress:
                 progress.end_step()
         if who == "rank 1 saves":
             job.progress[1].mark("saving", patient=True)
-        for _ in range(10):
-            time.sleep(0.1)
+        for _ in range(12):
+            time.sleep(0.05)
             if who == "rank 1 gets on":
                 job.progress[1].mark("evaluating")
         assert job.ended == {} and job.watches[0].root is None
-        assert PATIENCE * 0.3 > 1.0
+        assert 0.2 < 12 * 0.05 < PATIENCE * 0.2
 
 
 def test_a_store_that_is_gone_ends_the_rank_unless_it_was_asked_to_stop(capsys):
@@ -154,7 +154,7 @@ def test_a_store_that_is_gone_ends_the_rank_unless_it_was_asked_to_stop(capsys):
             stop.requested, ended = asked, []
             watch = JobWatch(Gone(dist.HashStore(), rank=1, world=2), hosts_store=False, heartbeat_secs=9, stall_secs=0, stop=stop, end=ended.append)
             watch.start()
-            time.sleep(0.5)
+            time.sleep(0.3)
             watch.close()
             assert ended == ([] if asked else [1])
     finally:

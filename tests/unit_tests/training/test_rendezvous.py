@@ -43,6 +43,7 @@ def test_every_attempt_has_a_name_of_its_own_whoever_comes_last(late):
     assert len(set(names)) == 4
 
 
+@pytest.mark.slow
 def test_mutant_without_echoes_a_rank_joins_a_dead_attempt(monkeypatch):
     class Trusting:
         def __init__(self, prefix, store):
