@@ -83,12 +83,15 @@ def main() -> int:
         growth[rank] = settled[-1] - settled[0]
     passed = not different and len(expected) == asked.steps and restarts > 0 and max(growth.values()) < MOST_GROWTH_MIB
 
-    print(f"\n| | unbroken | broken |\n|---|---|---|\n| minutes | {unbroken_secs / 60:.1f} | {broken_secs / 60:.1f} |\n| restarts | 0 | {restarts} |")
+    print(f"\n| | unbroken | broken |\n|---|---|---|\n| minutes | {unbroken_secs / 60:.1f} | {broken_secs / 60:.1f} |")
+    print(f"| restarts | 0 | {restarts} |")
     print(f"| losses | {len(expected)} | {len(expected) - len(different)} of them with equal bits |")
     for rank in range(WORLD):
-        cells = [f"{samples[0][1]:.0f} -> {samples[-1][1]:.0f}, most {max(mib for _, mib in samples):.0f}" for samples in (m[rank] for m in memory.values())]
+        both = [samples[rank] for samples in memory.values()]
+        cells = [f"{samples[0][1]:.0f} -> {samples[-1][1]:.0f}, most {max(mib for _, mib in samples):.0f}" for samples in both]
         print(f"| rank {rank}, resident MiB, first -> last | {cells[0]} (settled: {growth[rank]:+.1f}) | {cells[1]} |")
-    summary = dict(steps=asked.steps, kills=kills, restarts=restarts, different=different[:20], seconds=[unbroken_secs, broken_secs], growth_mib=growth)
+    summary = dict(steps=asked.steps, kills=kills, restarts=restarts, different=different[:20], growth_mib=growth)
+    summary["seconds"] = [unbroken_secs, broken_secs]
     (folder / "soak.json").write_text(json.dumps(summary | {"resident_mib": memory, "passed": passed}, indent=1))
     print(f"{'passed' if passed else 'FAILED'}; {folder / 'soak.json'}")
     return 0 if passed else 1

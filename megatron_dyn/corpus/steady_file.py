@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mapped file that must stay what it was when it was opened.
 
-| while it is read, the file is     | what reading from the map would give                    | what happens                            |
-|-----------------------------------|---------------------------------------------------------|-----------------------------------------|
-| cut                               | a bus error: the process dies without a word            | CorpusError, unless it is cut in the last tenth of a second |
-| overwritten in place, same length | other tokens than planned, on some ranks sooner than on others | CorpusError                       |
-| touched, content the same         | the same tokens                                         | nothing                                 |
-| deleted, or replaced by a rename  | the file that was opened: it lives as long as the map   | nothing                                 |
+| while it is read, the file is   | reading from the map would give                | what happens                                                  |
+|---------------------------------|------------------------------------------------|---------------------------------------------------------------|
+| cut                             | a bus error: the process dies without a word   | CorpusError, unless it is cut in the last tenth of a second   |
+| overwritten in place            | other tokens than planned, rank by rank        | CorpusError                                                   |
+| touched, content the same       | the same tokens                                | nothing                                                       |
+| deleted, or replaced by a rename | the file that was opened: it lives with the map | nothing                                                       |
 """
 
 import os

@@ -13,7 +13,9 @@ from megatron_dyn.training import rendezvous
 from megatron_dyn.training.rendezvous import RefusedError, find_attempt, meet
 
 
-def attempt(store: dist.Store, world: int, *, refusals: dict[int, str] = {}, late: int | None = None, absent: int | None = None, secs: float = 20) -> list:
+def attempt(
+    store: dist.Store, world: int, *, refusals: dict[int, str] = {}, late: int | None = None, absent: int | None = None, secs: float = 20
+) -> list:
     """What each rank gets: a name or an error."""
     found: list = [None] * world
 
@@ -69,7 +71,8 @@ def test_a_rank_that_refuses_is_told_to_all_and_the_next_attempt_knows_nothing_o
     store = dist.HashStore()
     found = attempt(store, 3, refusals={refusing: "ConfigError: no such file"})
     others = [answer for rank, answer in enumerate(found) if rank != refusing]
-    assert all(isinstance(answer, RefusedError) and f"rank {refusing} refused to start: ConfigError: no such file" in str(answer) for answer in others)
+    told = f"rank {refusing} refused to start: ConfigError: no such file"
+    assert all(isinstance(answer, RefusedError) and told in str(answer) for answer in others)
     assert len(set(attempt(store, 3))) == 1
 
 
