@@ -15,6 +15,8 @@ PYTHON ?=
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+# PYTEST_WORKERS=...  files of tests that run side by side (0: one after the other)
+PYTEST_WORKERS ?= 2
 
 # Two ranks or more share few cores in the tests: more threads a rank would only fight.
 export OMP_NUM_THREADS ?= 1
@@ -56,7 +58,7 @@ $(STAMP): $(PINS) pyproject.toml setup.py
 	touch $@
 
 test: install ## unit and functional tests (GPU tests are skipped, with the reason, where there is no GPU)
-	@$(RUN) -m pytest tests -m "not slow and not native" $(PYTEST_ARGS)
+	@$(RUN) -m pytest tests -m "not slow and not native" -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: install ## the tests that take long
 	@$(RUN) -m pytest tests -m "slow and not native" --timeout 1800 -o faulthandler_timeout=1740 $(PYTEST_ARGS)

@@ -9,7 +9,7 @@ planning, prefetch, agreement, update and record are all in the time. The first 
 "pad-to-max" would take minutes a step on a heavy tail: it runs the first documents of each step only, and its rows a second, which do
 not depend on the documents, times the share of real tokens in the whole steps are its real tokens a second.
 
-MFU counts the operations of the real tokens (attention by the sum of squared lengths, no recomputation) against the rate of a bf16
+MFU counts the operations of the real tokens (attention by the squared lengths that it spans, no recomputation) against the rate of a bf16
 product of 8192 x 8192 x 8192 measured in the same process. Writes throughput.json, and the table to standard output.
 """
 
@@ -160,9 +160,7 @@ class Harness:
         speeds = [record.num_tokens / record.step_time for record, _ in steps]
         total, tokens = sum(seconds), sum(record.num_tokens for record, _ in steps)
         slots = sum(plan.stats.slots for _, plan in steps)
-        operations = sum(
-            float(self.operations.of(piece.length)) for _, plan in steps for rank in plan.microbatches for mb in rank for piece in mb.pieces
-        )
+        operations = sum(self.operations.of_sums(plan.stats.tokens, plan.stats.squared_tokens) for _, plan in steps)
         memory = device.memory_stats() or {}
         return {
             "steps": len(steps),
