@@ -11,8 +11,8 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #23272e; background: #fff; m
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin-bottom: .3rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .7rem; border-bottom: 1px solid #e3e6ea; text-align: right; vertical-align: top; }
-th:first-child, td:first-child, .texts td, .texts th { text-align: left; } th { color: #5a616b; font-weight: 600; vertical-align: bottom; }
-.note { color: #5a616b; font-size: .9rem; margin: .2rem 0; }
+th:first-child, td:first-child, .facts td, .texts td, .texts th { text-align: left; } th { color: #5a616b; font-weight: 600; vertical-align: bottom; }
+.columns td:nth-child(2) { font-weight: 600; } .note { color: #5a616b; font-size: .9rem; margin: .2rem 0; }
 .good { color: #2c7a4b; font-weight: 600; } .bad { color: #b3261e; font-weight: 600; } .open { color: #5a616b; }
 .headline { font-size: 1.1rem; margin: .2rem 0; }
 img { max-width: 100%; height: auto; } figure { margin: 1.2rem 0; } figcaption { color: #5a616b; font-size: .9rem; }
@@ -23,12 +23,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, classes: Seq
     """A table of texts.
 
     Args:
-        columns: headings.
+        columns: headings; none for a list of facts.
         rows: cells; they are escaped.
-        classes: a CSS class for each row, for its last but one cell... none by default.
-        kind: "plain" (numbers to the right) or "texts".
+        classes: a CSS class for each row.
+        kind: "plain" (numbers to the right), "columns" (the second column stands out), "facts" or "texts" (all to the left).
     """
-    lines = [f'<div class="scroll"><table class="{kind}">', "<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in columns) + "</tr>"]
+    lines = [f'<div class="scroll"><table class="{kind}">']
+    if columns:
+        lines.append("<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in columns) + "</tr>")
     for number, row in enumerate(rows):
         opening = f'<tr class="{classes[number]}">' if classes else "<tr>"
         lines.append(opening + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>")

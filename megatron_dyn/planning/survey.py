@@ -134,7 +134,7 @@ def count_epoch(found: Survey, lengths: np.ndarray, config: PlanConfig) -> Epoch
         first = found.first_oversize
         raise PlanError(
             f"document {first} has {int(lengths[first])} tokens, above {_longest(config)} "
-            f"({found.oversize} such documents): oversize='error' refuses them; raise {_cap_of_pieces(config)} or choose "
+            f"({found.oversize} such document{'s' if found.oversize != 1 else ''}): oversize='error' refuses them; raise {_cap_of_pieces(config)} or choose "
             "oversize='split', 'truncate' or 'drop'"
         )
     if config.oversize == "split":
