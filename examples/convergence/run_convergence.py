@@ -108,7 +108,7 @@ def main() -> int:
             print(f"[{number}/{len(chosen)}] {name}: is there", flush=True)
             continue
         began = time.monotonic()
-        (folder / "unfinished").parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "unfinished").touch()
         whole = make(
             folder, [*flags, *own.flags], fault, shlex.split(own.launcher), deadline, checkpoints=description.get("checkpoints", True)

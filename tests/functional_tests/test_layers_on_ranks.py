@@ -32,6 +32,8 @@ class Sizes:
     sequence_parallel: bool = False
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    overlap_p2p_communication: bool = True
+    overlap_p2p_communication_warmup_flush: bool = False
 
     @property
     def ranks(self) -> int:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch scripts and their settings, run with a stand-in for torchrun and Slurm: what they start has to be accepted."""
 
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_dyn.training.arguments import build_parser, parse_arguments
 from megatron_dyn.training.config import ConfigError
@@ -70,7 +72,10 @@ def test_a_script_without_data_says_what_to_set(script, missing, stand_ins):
     assert f"set {missing} to" in launch(script, stand_ins, **settings, **SLURM_JOB)
 
 
-@pytest.mark.parametrize("config", sorted(EXAMPLES.glob("**/*.yaml")), ids=lambda path: path.name)
+COMPARISONS = sorted((EXAMPLES / "convergence").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("config", sorted(set(EXAMPLES.glob("**/*.yaml")) - set(COMPARISONS)), ids=lambda path: path.name)
 def test_every_config_is_accepted_and_a_misspelt_one_is_not(config, tmp_path):
     flags = ["--data-path", "corpora/mine", "--tokenizer-model", "tokenizer.model", "--save", "checkpoints"]
     parse_arguments(["--config", str(config), *flags], world_size=16)
@@ -78,6 +83,49 @@ def test_every_config_is_accepted_and_a_misspelt_one_is_not(config, tmp_path):
     misspelt.write_text(re.sub("num_layers", "num_leyers", config.read_text()))
     with pytest.raises(ConfigError, match="num_leyers"):
         parse_arguments(["--config", str(misspelt), *flags], world_size=16)
+
+
+@pytest.fixture
+def convergence():
+    spec = importlib.util.spec_from_file_location("run_convergence", EXAMPLES / "convergence" / "run_convergence.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("description", COMPARISONS, ids=lambda path: path.name)
+def test_every_run_of_a_comparison_is_accepted_and_only_the_grouping_differs(description, convergence):
+    runs = convergence.plan_of(yaml.safe_load(description.read_text()))
+    data = ["--data-path", "corpora/mine", "--tokenizer-model", "tokenizer.model"]
+    settings = {name: parse_arguments([*flags, *data], world_size=1).as_dict() for name, flags, _ in runs}
+    assert len(settings) == len(runs) and {fault for *_, fault in runs} == {None, "normaliser", "attention"}
+    ways = {name: values["data"].pop("microbatching") for name, values in settings.items()}
+    for values in settings.values():
+        values["data"].pop("documents_per_microbatch"), values["training"].pop("seed")
+    assert len({repr(values) for values in settings.values()}) == 1
+    assert all(name.startswith((way, "negative-control")) for name, way in ways.items())
+
+
+def test_a_comparison_keeps_what_is_finished_and_makes_the_rest_again(convergence, tmp_path, monkeypatch, capsys):
+    made = []
+
+    def make(folder, flags, fault, launcher, deadline, *, checkpoints):
+        made.append(str(folder.relative_to(tmp_path / "runs")))
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(made) == 2:
+            return False  # time is over in the second run
+        (folder / "summary.json").write_text("{}")
+        return True
+
+    monkeypatch.setattr(convergence, "make", make)
+    monkeypatch.setattr(convergence, "report", lambda *arguments: 0)
+    description = tmp_path / "two.yaml"
+    description.write_text("seeds: [1, 2]\nbase: {num_layers: 2}\narms: {a: {}, b: {microbatching: packed-fixed}}\nnegative_controls: [attention]\n")
+    monkeypatch.setattr(sys, "argv", ["run_convergence.py", str(description), "--output", str(tmp_path / "runs"), "--", "--lr", "1"])
+    assert convergence.main() == 2 and made == ["a/seed-1", "b/seed-1"]
+    assert "the same command goes on" in capsys.readouterr().out
+    assert convergence.main() == 0 and made[2:] == ["b/seed-1", "a/seed-2", "b/seed-2", "negative-control/attention"]
+    assert convergence.main() == 0 and len(made) == 6
 
 
 @pytest.mark.parametrize("text", [EXAMPLES / "README.md", NODE, SLURM], ids=lambda path: path.name)
