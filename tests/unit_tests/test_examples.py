@@ -96,7 +96,7 @@ def convergence():
 @pytest.mark.parametrize("description", COMPARISONS, ids=lambda path: path.name)
 def test_every_run_of_a_comparison_is_accepted_and_only_the_grouping_differs(description, convergence):
     runs = convergence.plan_of(yaml.safe_load(description.read_text()))
-    data = ["--data-path", "corpora/mine", "--tokenizer-model", "tokenizer.model"]
+    data = ["--data-path", "corpora/mine", "--tokenizer-model", "tokenizer.model", "--save", "checkpoints"]
     settings = {name: parse_arguments([*flags, *data], world_size=1).as_dict() for name, flags, _ in runs}
     assert len(settings) == len(runs) and {fault for *_, fault in runs} == {None, "normaliser", "attention"}
     ways = {name: values["data"].pop("microbatching") for name, values in settings.items()}
