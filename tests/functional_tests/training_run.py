@@ -2,6 +2,7 @@
 """Whole training runs inside a test: the real launch on forked ranks, on a small corpus, with its records read back."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import socket
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_dyn.corpus import IndexedWriter
+from megatron_dyn.training.arguments import build_parser
 from megatron_dyn.training.launch import main
 from megatron_dyn.training.metrics_file import MetricsError, read_metrics
 
@@ -107,6 +109,7 @@ class Ranks:
 def start(world: int, argv: list[str] | Callable[[int], list[str]], folder: Path) -> Ranks:
     """Start `pretrain_gpt_thd.py` with these flags (of each rank: a function) on forked ranks; output goes to files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    build_parser()  # reads the explanations of the flags once, and not in every fork
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -141,6 +144,7 @@ def _rank(rank: int, world: int, port: int, argv: list[str], output: Path) -> No
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     torch.set_num_threads(1)
+    gc.freeze()  # else a collection (Megatron-Core asks for some) walks and copies all that the test runner has imported
     status = main(argv)
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(status)
