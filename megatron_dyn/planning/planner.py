@@ -86,6 +86,11 @@ class Planner:
         self._epoch_starts = {0: 0}
         self._lock = threading.RLock()
 
+    @property
+    def longest_piece(self) -> int:
+        """Most tokens in a piece of any step: of the longest document, as far as the caps leave it whole; B where documents are joined."""
+        return self.config.max_tokens_per_microbatch if self.config.microbatching == "concat-chunk" else self._longest
+
     def __reduce__(self) -> tuple:
         """Pickled as what it was made from (a lock cannot be); lengths that are a memory map are copied."""
         return Planner, (self.lengths, self.config, self.fingerprint)

@@ -36,6 +36,9 @@ from megatron_dyn.training.checkpoint_tensors import misfits, read_state, reques
 
 __all__ = ["CheckpointError", "CheckpointManager", "LoadedState"]
 
+RUN = "run"
+"""In `extra`: the settings of the run that saved."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -100,7 +103,7 @@ class CheckpointManager:
             optimizer: MegatronOptimizer, or None.
             scheduler: OptimizerParamScheduler, or None.
             sampler_state: JSON-able, the same on all ranks.
-            extra: JSON-able, the same on all ranks.
+            extra: JSON-able, the same on all ranks but for `RUN`, of which rank 0's is kept: nodes may have their files in different places.
 
         Raises:
             CheckpointError: on every rank, within the time of the write, if any rank failed. The checkpoints that were
@@ -303,6 +306,7 @@ def _require_shared(staging: Path) -> None:
 
 def _require_equal_on_all_ranks(description: dict) -> None:
     """What is saved once must be the same everywhere, or a resumed rank would get another rank's state."""
+    description = description | {"extra": {name: value for name, value in (description["extra"] or {}).items() if name != RUN}}
     digests = on_every_rank(
         "describe the checkpoint (sampler_state and extra must be JSON-able)",
         lambda: {k: hashlib.sha256(json.dumps(v, sort_keys=True).encode()).hexdigest() for k, v in description.items()},

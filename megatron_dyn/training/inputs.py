@@ -9,6 +9,7 @@ from megatron_dyn.planning import Planner, PlanError
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import rank_from_environment, world_size_from_environment
 from megatron_dyn.training.folders import require_continuation, require_writable
+from megatron_dyn.training.model_config import check_positions
 from megatron_dyn.training.plan_from_settings import vocabulary
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.userbuffers.choice import choose_backend
@@ -73,6 +74,8 @@ class Inputs:
                 self.validation_planner = Planner(valid.lengths, self._validation_plan_config, fingerprint=valid.fingerprint)
             except PlanError as error:
                 raise PlanError(f"the validation documents (--split {run.data.split}) cannot be planned: {error}") from error
+        for planner in filter(None, (self.planner, self.validation_planner)):
+            check_positions(run.model, planner.longest_piece)
 
 
 def layers_for(run: RunConfig) -> str:

@@ -22,7 +22,7 @@ from megatron_dyn.pipeline.plan_agreement import PlanAgreement
 from megatron_dyn.planning import Planner, StepPlan, TokenBudgetBatchSampler
 from megatron_dyn.training.agreed_steps import AgreedSteps
 from megatron_dyn.training.bubble import BubbleMeter
-from megatron_dyn.training.checkpoint import CheckpointManager
+from megatron_dyn.training.checkpoint import RUN, CheckpointManager
 from megatron_dyn.training.evaluate import Evaluator, parameters_gathered
 from megatron_dyn.training.metrics import StepRecord
 from megatron_dyn.training.nonfinite import MOST_NONFINITE_IN_A_ROW, explain_nonfinite
@@ -229,7 +229,7 @@ class Trainer:
                     "consumed_tokens": self.consumed_tokens,
                     "consumed_documents": self.consumed_documents,
                     "evaluated_iteration": self._evaluated_iteration,
-                    "run": self.run.as_dict(),
+                    RUN: self.run.as_dict(),
                 },
             )
         self._saved_iteration = self.iteration

@@ -16,6 +16,7 @@ from megatron_dyn.planning.page import Section, TableOf, plan_page
 from megatron_dyn.planning.report import Planned, PlanReport, report_on
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.folders import require_writable
+from megatron_dyn.training.model_config import check_positions
 from megatron_dyn.training.plan_from_settings import in_flags
 from megatron_dyn.training.plan_settings import PlanRequest, read_flags, read_request
 from megatron_dyn.training.plan_tables import facts_table, recommendation_tables, ways_table, warnings_of
@@ -81,6 +82,8 @@ def _plan(request: PlanRequest) -> tuple[Planned, PlanConfig, list[Section], dic
     config = request.plan_config(**changes)
     began = time.perf_counter()
     planner = Planner(request.lengths, config, request.fingerprint)
+    if request.model is not None:
+        check_positions(request.model, planner.longest_piece)
     opened = time.perf_counter() - began
     steps = request.get("steps", min(DEFAULT_STEPS, planner.steps_per_epoch(at_most=DEFAULT_STEPS)))
     planned = report_on(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import training_run  # noqa: E402
 from training_run import flags, heavy_tailed_lengths, losses, start, train, write_corpus  # noqa: E402
 
 from megatron_dyn.planning import TokenBudgetBatchSampler  # noqa: E402
@@ -186,3 +187,16 @@ def test_mutant_a_silent_override_is_noticed(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(TokenBudgetBatchSampler, "load_state_dict", silent)
     with pytest.raises(AssertionError, match="--override-data-mismatch"):
         check_override_is_told(corpus, tmp_path)
+
+
+def test_nodes_that_keep_the_same_files_in_different_places_save_and_go_on(tmp_path, monkeypatch):
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir()
+        write_corpus(tmp_path / f"node{node}" / "documents", heavy_tailed_lengths(40, longest=60))
+    real = training_run.main
+    monkeypatch.setattr(training_run, "main", lambda argv: real([word.replace("NODE", f"node{os.environ['RANK']}") for word in argv]))
+    settings = dict(tensor_model_parallel_size=2, sequence_parallel=True, save=tmp_path / "saved", load=tmp_path / "saved", save_interval=2, eval_iters=0)
+    argv = flags(tmp_path / "NODE" / "documents", run_dir=tmp_path / "run", train_iters=4, **settings)
+    train(2, [*argv, "--exit-interval", "2"], tmp_path)
+    train(2, argv, tmp_path)
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]

@@ -15,6 +15,7 @@ from megatron_dyn.corpus import IndexedWriter
 from megatron_dyn.training import arguments, launch
 from megatron_dyn.training.arguments import SECTIONS, build_parser, field_docs, parse_arguments
 from megatron_dyn.training.config import ConfigError
+from megatron_dyn.training.inputs import Inputs
 from megatron_dyn.training.launch import main
 
 MINIMAL = (
@@ -131,7 +132,6 @@ def test_a_missing_yaml_file_is_refused():
         (["--lr-decay-style", "WSD"], "--lr-wsd-decay-iters"),
         (["--min-lr", "1"], "--min-lr"),
         (["--save-interval", "5"], "--save-interval without --save"),
-        (["--position-embedding-type", "learned_absolute", "--max-position-embeddings", "511"], "run past the table"),
         (["--num-query-groups", "3"], "query groups"),
         (["--train-iters", "0"], "at least 1"),
         (["--adam-beta1", "1.5"], "--adam-beta1 is 1.5"),
@@ -213,6 +213,30 @@ def test_what_the_documents_and_the_machine_rule_out_is_refused_too(tmp_path, fl
             writer.add_document([5, 6, 7])
     assert main([*MINIMAL, "--data-path", str(tmp_path / "corpus"), *flags]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, table, refused",
+    [
+        ([], 7, False),  # documents of 7 tokens in microbatches of 512: positions restart in each
+        ([], 6, True),
+        (["--max-sum-squares-per-microbatch", "36"], 6, False),  # pieces of 6 tokens at most
+        (["--microbatching", "pad-to-max"], 7, False),
+        (["--microbatching", "concat-chunk"], 7, True),  # positions run on to B
+        (["--microbatching", "concat-chunk"], 512, False),
+    ],
+)
+def test_learned_positions_must_reach_the_longest_piece_and_no_further(tmp_path, flags, table, refused):
+    with IndexedWriter(tmp_path / "corpus", vocab_size=100) as writer:
+        for _ in range(8):
+            writer.add_document([5, 6, 7, 8, 9, 10, 11])
+    learned = ["--position-embedding-type", "learned_absolute", "--max-position-embeddings", str(table)]
+    run = parse_arguments([*MINIMAL, "--data-path", str(tmp_path / "corpus"), *learned, *flags], world_size=1)
+    if refused:
+        with pytest.raises(ConfigError, match="run past the table"):
+            Inputs(run)
+    else:
+        Inputs(run)
 
 
 def test_tasks_of_slurm_without_torchrun_are_refused(monkeypatch, capsys):
