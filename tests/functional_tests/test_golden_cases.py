@@ -5,6 +5,7 @@ Runs of one case are kept for the tests below it, so that a mutant costs its own
 """
 
 import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from golden_cases import Case, Launcher, load_cases
+from golden_cases import REPOSITORY, Case, Launcher, load_cases
 from golden_run import Found, check_case, compare_checkpoints, how_to_make, run_case
 from golden_values import GoldenError, read_tensorboard
 
@@ -110,6 +111,17 @@ def mutant(case: Case, folder: Path, **arguments: object) -> list[str]:
 def test_a_run_with_another_seed_fails_even_approximately(tmp_path):
     problems = mutant(CASES[BASE], tmp_path, seed=4321)
     assert any(problem.startswith("num-tokens: ") for problem in problems) and any(problem.startswith("grad-norm: ") for problem in problems)
+
+
+@pytest.mark.parametrize("fault", ["normaliser", "attention"])
+def test_a_fault_of_the_training_fails(tmp_path, fault):
+    """The negative controls of examples/convergence: a mean of the microbatches' means; attention across documents."""
+    spec = importlib.util.spec_from_file_location("broken_run", REPOSITORY / "examples" / "convergence" / "broken_run.py")
+    broken_run = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(broken_run)
+    with broken_run.broken(fault):
+        problems = check_case(CASES[BASE], run_case(CASES[BASE], tmp_path))
+    assert any(problem.startswith("lm loss: ") for problem in problems) and not any("num-tokens" in problem for problem in problems)
 
 
 def test_a_run_whose_events_lack_a_step_or_a_metric_fails(run):

@@ -11,7 +11,9 @@ import pytest
 import yaml
 from golden_cases import TEST_CASES, CaseError, load_case, load_cases, words
 from golden_run import Found
-from golden_values import GoldenError, TOLERANCES, Series, as_series, compare, read_golden, rounded, write_golden
+from golden_values import TOLERANCES, GoldenError, Series, as_series, compare, read_golden, rounded, write_golden
+
+from megatron_dyn.training.arguments import parse_arguments
 
 CASES = load_cases()
 ON_CPU = {name: case for name, case in CASES.items() if case.platform == "cpu"}
@@ -146,6 +148,18 @@ def test_flags_of_a_case(tmp_path):
     path = tmp_path / "with a space"
     found = words(arguments, {"DATA_PATH": path})
     assert found == ["--swiglu", "--no-add-bias-linear", "--data-path", "0.7", f"{path}/a", "0.3", f"{path}/b", "--lr", "0.003"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_flags_of_every_case_are_flags_of_the_product(name, tmp_path):
+    """Also of the cases that run elsewhere, and with the changes of a second run."""
+    case, paths = CASES[name], dict.fromkeys(("DATA_PATH", "OUTPUT_PATH", "CHECKPOINT_SAVE_PATH", "CHECKPOINT_LOAD_PATH"), tmp_path)
+    for arguments, world in ((case.arguments, case.world_size), (case.arguments | case.second_arguments, case.second_world_size)):
+        run = parse_arguments(words(arguments, paths), world_size=world)
+        assert run.training.train_iters == case.iterations and run.logging.run_dir == str(tmp_path)
+        assert (run.checkpoint.save is not None) is (case.test_type != "regular")
+        if case.test_type in ("ckpt-resume", "frozen-resume"):
+            assert run.checkpoint.save_interval == case.iterations // 2, "the middle has a checkpoint"
 
 
 # Updating --------------------------------------------------------------------------------------------------------------
