@@ -231,7 +231,7 @@ def test_learned_positions_must_reach_the_longest_piece_and_no_further(tmp_path,
         for _ in range(8):
             writer.add_document([5, 6, 7, 8, 9, 10, 11])
     learned = ["--position-embedding-type", "learned_absolute", "--max-position-embeddings", str(table)]
-    run = parse_arguments([*MINIMAL, "--data-path", str(tmp_path / "corpus"), *learned, *flags], world_size=1)
+    run = parse_arguments([*MINIMAL, "--split", "50,50", "--data-path", str(tmp_path / "corpus"), *learned, *flags], world_size=1)
     if refused:
         with pytest.raises(ConfigError, match="run past the table"):
             Inputs(run)
