@@ -74,8 +74,11 @@ class Inputs:
                 self.validation_planner = Planner(valid.lengths, self._validation_plan_config, fingerprint=valid.fingerprint)
             except PlanError as error:
                 raise PlanError(f"the validation documents (--split {run.data.split}) cannot be planned: {error}") from error
-        for planner in filter(None, (self.planner, self.validation_planner)):
-            check_positions(run.model, planner.longest_piece)
+        try:
+            for planner in filter(None, (self.planner, self.validation_planner)):
+                check_positions(run.model, planner.longest_piece)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def layers_for(run: RunConfig) -> str:

@@ -206,7 +206,7 @@ def check_positions(model: ModelConfig, longest_piece: int) -> None:
         longest_piece: most tokens in a piece of any step (`Planner.longest_piece`).
 
     Raises:
-        ConfigError: the table is too short.
+        ValueError: the table is too short.
     """
     require(
         model.position_embedding_type != "learned_absolute" or model.max_position_embeddings >= longest_piece,
