@@ -33,7 +33,7 @@ from megatron_dyn.planning.config import MICROBATCHINGS
 from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
-from megatron_dyn.training.inputs import layers_for, process_group_backend
+from megatron_dyn.training.inputs import prepare_device
 from megatron_dyn.training.launch import run_model
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.model import padded_vocab_size
@@ -92,13 +92,7 @@ class Harness:
 
     def __init__(self, run: RunConfig, vocab_size: int, steps: int, warmup: int):
         self.run, self.vocab_size, self.count, self.warmup = run, vocab_size, steps, warmup
-        backend = process_group_backend(run)
-        device.initialize_device(backend=backend)
-        layers = layers_for(run)
-        if not device.has_gpu():
-            device.install_cpu_replacements()
-        elif backend == "gloo":
-            device.share_a_card_over_gloo()
+        backend, layers = prepare_device(run)
         initialize(run.parallel, backend=backend, seed=run.training.seed)
         config, chunks, _ = run_model(run, vocab_size=vocab_size, layers=layers, process_group_backend=backend)
         self.parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())

@@ -164,6 +164,14 @@ def share_a_card_over_gloo() -> None:
     importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._coalescing_manager = _OneByOne
 
 
+def replace_what_is_missing(process_group_backend: str) -> None:
+    """Let Megatron-Core run where it assumes more than there is: no CUDA, or a card shared over gloo."""
+    if not torch.cuda.is_available():
+        install_cpu_replacements()
+    elif process_group_backend == "gloo":
+        share_a_card_over_gloo()
+
+
 # --- random number generators ---------------------------------------------------------------------------------------
 
 

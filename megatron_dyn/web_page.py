@@ -3,7 +3,12 @@
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from megatron_dyn.figures import as_png, write_whole
 
 STYLE = """
 :root { color-scheme: light; }
@@ -46,6 +51,24 @@ def picture(content: bytes, caption: str) -> str:
     """
     told = html.escape(caption)
     return f'<figure><img alt="{told}" src="data:image/png;base64,{base64.b64encode(content).decode()}"><figcaption>{told}</figcaption></figure>'
+
+
+def write_pictures(folder: Path, drawn: Mapping[str, tuple[str, Figure]]) -> tuple[list[Path], list[str]]:
+    """Each figure as a PNG file in the folder, and as part of a page.
+
+    Args:
+        drawn: name of the file -> (caption, figure).
+
+    Returns:
+        The files, and the HTML of each.
+    """
+    written, shown = [], []
+    for name, (caption, figure) in drawn.items():
+        content = as_png(figure)
+        write_whole(folder / f"{name}.png", content)
+        written.append(folder / f"{name}.png")
+        shown.append(picture(content, caption))
+    return written, shown
 
 
 def page(title: str, body: Sequence[str]) -> bytes:

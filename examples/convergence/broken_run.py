@@ -52,6 +52,8 @@ def _mean_of_means() -> Iterator[None]:
 
         def weighted(token_losses):
             total, tokens, report = sum_losses(token_losses)
+            if not torch.is_grad_enabled():  # an evaluation: its loss is that of the weights
+                return total, tokens, report
             weight = tokens_each[0] / max(int(tokens), 1)
             return total * weight, tokens, {**report, "total": report["total"] * weight}
 

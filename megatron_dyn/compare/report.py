@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_dyn.compare import pictures
 from megatron_dyn.compare.arms import Arm
 from megatron_dyn.compare.verdicts import Verdict
-from megatron_dyn.figures import as_png, write_whole
+from megatron_dyn.figures import write_whole
 from megatron_dyn.training.metrics_file import write_json
-from megatron_dyn.web_page import page, picture, table
+from megatron_dyn.web_page import page, table, write_pictures
 
 HOLDS = {True: "holds", False: "FAILS", None: "reported"}
 CLASSES = {True: "good", False: "bad", None: "open"}
@@ -85,12 +85,7 @@ def write_report(folder: Path, arms: Sequence[Arm], verdicts: Sequence[Verdict])
         "speed": ("Throughput", pictures.draw_speed(arms)),
         "shapes": ("T of the microbatches, and the share of real tokens", pictures.draw_shapes(arms)),
     }
-    written, figures = [], []
-    for name, (caption, figure) in drawn.items():
-        content = as_png(figure)
-        write_whole(folder / f"{name}.png", content)
-        written.append(folder / f"{name}.png")
-        figures.append(picture(content, caption))
+    written, figures = write_pictures(folder, drawn)
     told = headline(arms, verdicts)
     rows = [(HOLDS[v.holds], v.name, v.arm, number(v.value), number(v.threshold), v.text) for v in verdicts]
     about = arms[0].runs[next(iter(arms[0].runs))].about

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_dyn.figures import as_png, write_whole
+from megatron_dyn.figures import write_whole
 from megatron_dyn.planning import pictures
 from megatron_dyn.planning.config import PlanConfig
 from megatron_dyn.planning.report import Planned
-from megatron_dyn.web_page import page, picture, table
+from megatron_dyn.web_page import page, table, write_pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,7 @@ def plan_page(folder: Path, planned: Planned, config: PlanConfig, sections: Sequ
     if pipeline["pipeline_parallel"] > 1:
         simulated = pictures.draw_pipeline(planned.plan, config.cost, **pipeline)
         drawn["pipeline"] = ("The pipeline of the slowest rank in that step, simulated", simulated)
-    written, figures = [], []
-    for name, (caption, figure) in drawn.items():
-        content = as_png(figure)
-        write_whole(folder / f"{name}.png", content)
-        written.append(folder / f"{name}.png")
-        figures.append(picture(content, caption))
+    written, figures = write_pictures(folder, drawn)
     body = [f"<h1>{html.escape(sections[0].title)}</h1>", *map(_table, sections[0].tables), *figures]
     for section in sections[1:]:
         body += [f"<h2>{html.escape(section.title)}</h2>", *map(_table, section.tables)]

@@ -31,7 +31,7 @@ from megatron_dyn.planning.cost_file import POOR_FIT, write_cost_file
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.config import require
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
-from megatron_dyn.training.inputs import layers_for, process_group_backend
+from megatron_dyn.training.inputs import prepare_device
 from megatron_dyn.training.launch import run_model
 from megatron_dyn.training.optimizer import wrap_models
 from megatron_dyn.training.run_config import RunConfig
@@ -182,13 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = parse_arguments(flags, world_size=world_size_from_environment())
     lengths = mixes(run.data.max_tokens_per_microbatch)
     require(len(lengths) >= 5, f"--max-tokens-per-microbatch {run.data.max_tokens_per_microbatch} leaves too few mixes to measure: give at least 256")
-    backend = process_group_backend(run)
-    device.initialize_device(backend=backend)
-    layers = layers_for(run)
-    if not device.has_gpu():
-        device.install_cpu_replacements()
-    elif backend == "gloo":
-        device.share_a_card_over_gloo()
+    backend, layers = prepare_device(run)
     initialize(run.parallel, backend=backend, seed=run.training.seed)
     vocab_size = run.data.vocab_size or _vocabulary(run.data.tokenizer_model)
     config, chunks, _ = run_model(run, vocab_size=vocab_size, layers=layers, process_group_backend=backend)

@@ -108,6 +108,22 @@ def layers_for(run: RunConfig) -> str:
     return "te"
 
 
+def prepare_device(run: RunConfig) -> tuple[str, str]:
+    """Make this process's device ready for Megatron-Core, for programs that build a run's model without its documents.
+
+    Returns:
+        The backend of the process groups, and which layers the model is built of.
+
+    Raises:
+        ConfigError, ValueError: this machine cannot run it.
+    """
+    backend = process_group_backend(run)
+    device.initialize_device(backend=backend)
+    layers = layers_for(run)
+    device.replace_what_is_missing(backend)
+    return backend, layers
+
+
 def process_group_backend(run: RunConfig) -> str:
     wanted = run.parallel.distributed_backend
     return device.distributed_backend(None if wanted == "auto" else wanted)

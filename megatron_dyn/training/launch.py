@@ -121,10 +121,7 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
         NonFiniteError: The loss or a gradient is NaN or infinite, and the policy is to stop.
         CheckpointError: A checkpoint cannot be read or written.
     """
-    if inputs.device.type == "cpu":
-        device.install_cpu_replacements()
-    elif inputs.process_group_backend == "gloo":
-        device.share_a_card_over_gloo()
+    device.replace_what_is_missing(inputs.process_group_backend)
     facts = run_facts(run, inputs)
     of_rank_0 = meet_ranks(run.parallel, meeting, backend=inputs.process_group_backend, facts=facts)
     if not inputs.reads_tokens:
