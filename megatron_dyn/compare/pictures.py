@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a comparison: the loss over tokens and over time, the differences with the noise band, T and fill, throughput."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,7 +69,10 @@ def draw_differences(arms: Sequence[Arm]) -> Figure:
             axes.plot(run.iteration[:steps], difference, color=colour, linewidth=1.0, alpha=0.8, label=label)
             label = None
     axes.axhline(0, color=GREY, linewidth=0.8)
-    bound = 1.15 * max(smallest, (floor / level) if floor is not None else 0.0)
+    band = (floor / level) if floor is not None else 0.0
+    bound = 1.15 * max(smallest, band)
+    if smallest < band / 20:  # a straight line at 0 would say nothing of how far apart they are
+        axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(smallest)))
     axes.set(xlabel="step", ylabel=f"loss / loss of {reference.name} - 1", ylim=(-bound, bound))
     tidy(axes)
     legend_above(axes, columns=4)
