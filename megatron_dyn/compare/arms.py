@@ -52,6 +52,14 @@ def arms_of(runs: Sequence[Run], reference: str | Path | None = None) -> list[Ar
     for run in runs:
         same = next((group for group in groups if _identity(group[0]) == _identity(run)), None)
         groups.append([run]) if same is None else same.append(run)
+    first = runs[0]
+    for run in runs:
+        other = [name for name, value in run.about["settings"]["model"].items() if value != first.about["settings"]["model"].get(name)]
+        if other:
+            raise CompareError(
+                f"{run.folder} and {first.folder} are other models ({', '.join(other)}): losses and speeds of two models say nothing of each other; "
+                "compare runs of one model"
+            )
     for group in groups:
         for run in group:
             twin = next((other for other in group if other is not run and other.seed == run.seed), None)
@@ -62,7 +70,8 @@ def arms_of(runs: Sequence[Run], reference: str | Path | None = None) -> list[Ar
                 )
     if len(groups) < 2:
         raise CompareError(
-            f"{len(runs)} runs with the same settings but their seeds: there is nothing to compare; give runs that do something differently"
+            "runs of one arm alone, which differ in their seed at most: there is nothing to compare; give two runs or more that do something "
+            "differently, or name them to see them side by side: NAME=FOLDER"
         )
     if reference is not None:
         wanted = [group for group in groups if any(str(reference) in (run.name, str(run.folder)) or Path(reference) == run.folder for run in group)]
@@ -72,6 +81,26 @@ def arms_of(runs: Sequence[Run], reference: str | Path | None = None) -> list[Ar
         groups.insert(0, wanted[0])
     names = _names(groups)
     return [Arm(name=name, runs={run.seed: run for run in group}) for name, group in zip(names, groups)]
+
+
+HARMLESS = {
+    "data.microbatching", "data.documents_per_microbatch", "data.max_tokens_per_microbatch", "data.token_bucket", "data.cost_file",
+    "data.max_documents_per_microbatch", "data.check_batch_content", "data.data_broadcast", "training.bf16", "training.log_interval",
+}  # fmt: skip
+"""Settings of data and training that say how a step is computed and not what is learnt from it."""
+
+
+def differing_settings(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
+    """Setting and its value in each arm, where they differ."""
+    settings = [arm.settings for arm in arms]
+    names = sorted({name for of in settings for name in of if any(of.get(name) != other.get(name) for other in settings)})
+    return [(name, *(str(of.get(name)) for of in settings)) for name in names]
+
+
+def other_training(reference: Arm, arm: Arm) -> list[str]:
+    """Settings by which the arm learns something else than the reference, whatever its grouping: optimizer, schedule, data."""
+    names = [name for name, *_ in differing_settings([reference, arm])]
+    return [name for name in names if name.split(".")[0] in ("optimizer", "training", "data") and name not in HARMLESS]
 
 
 def _identity(run: Run) -> tuple:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dyn.compare.arms import arms_of
+from megatron_dyn.compare.arms import arms_of, differing_settings
 from megatron_dyn.compare.report import CLASSES, HOLDS, SUMMARY_COLUMNS, as_json, headline, number, summary_rows, write_report
-from megatron_dyn.compare.runs import read_run
+from megatron_dyn.compare.runs import CompareError, read_run
 from megatron_dyn.compare.verdicts import compare_runs
 
 
@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="DIR", help="also write compare.html, its pictures and compare.json there")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     own = parser.parse_args(argv)
+    if own.peak_tflops is not None and not 0 < own.peak_tflops < float("inf"):
+        raise CompareError(f"--peak-tflops is {own.peak_tflops}: give what a rank's device can do, in 1e12 operations a second")
+    if own.output is not None and own.output.exists() and not own.output.is_dir():
+        raise CompareError(f"--output {own.output} is a file: name a folder for the page and its pictures")
     given = [word.rpartition("=") if not Path(word).exists() else ("", "", word) for word in own.runs]
     folders = [Path(folder) for _, _, folder in given]
     runs = [read_run(folder, name, arm or None) for folder, name, (arm, _, _) in zip(folders, _names(folders), given)]
@@ -76,4 +80,7 @@ def _show(arms, verdicts) -> None:
     for verdict in verdicts:
         row = (HOLDS[verdict.holds], verdict.name, verdict.arm, number(verdict.value), number(verdict.threshold), verdict.text)
         checks.add_row(*row, style=styles[CLASSES[verdict.holds]])
-    console.print("", summary, "", checks)
+    settings = Table("setting", *(arm.name for arm in arms), box=None, pad_edge=False)
+    for row in differing_settings(arms):
+        settings.add_row(*row)
+    console.print("", summary, "", checks, "", settings)

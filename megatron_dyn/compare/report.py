@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dyn.compare import pictures
-from megatron_dyn.compare.arms import Arm
+from megatron_dyn.compare.arms import Arm, differing_settings, other_training
 from megatron_dyn.compare.verdicts import Verdict
 from megatron_dyn.figures import write_whole
 from megatron_dyn.training.metrics_file import write_json
@@ -38,18 +38,23 @@ def headline(arms: Sequence[Arm], verdicts: Sequence[Verdict]) -> list[tuple[str
             text = f"{arm.name} does not train as {reference.name} does: {', '.join(sorted({verdict.name for verdict in failed}))} failed"
         else:
             text = f"{arm.name} trains as {reference.name} does ({judged} of {judged} checks hold)"
-        told.append((f"{text}; {faster}.", not failed))
+        ranks = {next(iter(of.runs.values())).ranks for of in (reference, arm)}
+        if len(ranks) > 1:
+            faster += f" (on {next(iter(arm.runs.values())).ranks} ranks against {next(iter(reference.runs.values())).ranks})"
+        other = other_training(reference, arm)
+        beside = f" They also differ in {', '.join(other)}, which changes what is learnt." if other else ""
+        told.append((f"{text}; {faster}.{beside}", not failed))
     return told
 
 
 def summary_rows(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
     """Arm, seeds, steps, real tokens, share of real tokens in rows, real tokens a second, final loss."""
-    rows = []
+    rows, common = [], common_steps(arms)
     for arm in arms:
         runs = list(arm.runs.values())
         tokens, slots = sum(int(run.tokens.sum()) for run in runs), sum(int(run.slots.sum()) for run in runs)
         speed = sorted(run.rate(run.tokens) for run in runs)[len(runs) // 2]
-        finals = [pictures.final_loss(run) for run in runs]
+        finals = [pictures.final_loss(run, common) for run in runs]
         rows.append(
             (
                 arm.name, ", ".join(map(str, arm.runs)), f"{min(len(run.loss) for run in runs)}", f"{tokens:,}", f"{tokens / slots:.1%}", f"{speed:,.0f}",
@@ -59,14 +64,12 @@ def summary_rows(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
     return rows
 
 
+def common_steps(arms: Sequence[Arm]) -> int:
+    """Steps that every run has: final losses are of these."""
+    return min(len(run.loss) for arm in arms for run in arm.runs.values())
+
+
 SUMMARY_COLUMNS = ("arm", "seeds", "steps", "real tokens", "real / rows", "real tokens/s", "final loss")
-
-
-def differing_settings(arms: Sequence[Arm]) -> list[tuple[str, ...]]:
-    """Setting and its value in each arm, where they differ."""
-    settings = [arm.settings for arm in arms]
-    names = sorted({name for of in settings for name in of if any(of.get(name) != other.get(name) for other in settings)})
-    return [(name, *(str(of.get(name)) for of in settings)) for name in names]
 
 
 def write_report(folder: Path, arms: Sequence[Arm], verdicts: Sequence[Verdict]) -> list[Path]:
@@ -107,13 +110,23 @@ def write_report(folder: Path, arms: Sequence[Arm], verdicts: Sequence[Verdict])
 
 def as_json(arms: Sequence[Arm], verdicts: Sequence[Verdict]) -> dict:
     """Everything as plain values."""
+    common = common_steps(arms)
     return {
         "holds": all(verdict.holds is not False for verdict in verdicts),
         "headline": [text for text, _ in headline(arms, verdicts)],
         "arms": [
-            {"name": arm.name, "runs": {str(seed): run.name for seed, run in arm.runs.items()}, **dict(zip(SUMMARY_COLUMNS[2:], row[2:]))}
-            for arm, row in zip(arms, summary_rows(arms))
+            {
+                "name": arm.name,
+                "runs": {str(seed): run.name for seed, run in arm.runs.items()},
+                "steps": {str(seed): len(run.loss) for seed, run in arm.runs.items()},
+                "tokens": sum(int(run.tokens.sum()) for run in arm.runs.values()),
+                "rows": sum(int(run.slots.sum()) for run in arm.runs.values()),
+                "tokens_per_second": {str(seed): run.rate(run.tokens) for seed, run in arm.runs.items()},
+                "final_loss": {str(seed): pictures.final_loss(run, common) for seed, run in arm.runs.items()},
+            }
+            for arm in arms
         ],
+        "differing_settings": {name: values for name, *values in differing_settings(arms)},
         "verdicts": [verdict.as_dict() for verdict in verdicts],
     }
 

@@ -259,8 +259,9 @@ def _speed(arm: Arm, pairs: list[Pair], peak_tflops: float | None) -> list[Verdi
     found = [
         Verdict(name="real tokens a second", arm=arm.name, holds=None, value=speed, threshold=None, text=f"times the reference's ({_rates(pairs, 'tokens')})"),
         Verdict(name="rows a second", arm=arm.name, holds=None, value=ratio("slots"), threshold=None, text=f"times the reference's ({_rates(pairs, 'slots')})"),
-        Verdict(name="operations a second", arm=arm.name, holds=None, value=ratio("operations"), threshold=None,
-                text=f"times the reference's ({used}{_rates(pairs, 'operations', 1e12)} TFLOP/s a rank; attention by squared lengths)"),
+        Verdict(name="operations a second", arm=arm.name, holds=None, threshold=None,
+                value=ratio("operations") * pairs[0].reference.ranks / pairs[0].other.ranks,
+                text=f"a rank, times the reference's ({used}{_rates(pairs, 'operations', 1e12)} TFLOP/s a rank; attention by squared lengths)"),
     ]  # fmt: skip
     later = _held_out_at_equal_time(arm, pairs)
     return [*found, later] if later else found
@@ -299,6 +300,10 @@ def _whole(arm: Arm, run: Run) -> list[Verdict]:
     label = f"{arm.name}, seed {run.seed}" if len(arm.runs) > 1 else arm.name
     missing = int(run.iteration[-1]) - len(run.iteration)
     found = []
+    wanted = run.setting("training.train_iters")
+    if wanted and run.iteration[-1] < wanted:
+        text = f"{run.iteration[-1]} of {wanted} steps are recorded: the run is going on, was ended, or its record is cut"
+        found.append(Verdict(name="unfinished", arm=label, holds=None, value=int(run.iteration[-1]), threshold=None, text=text))
     if missing or run.about.get("resumed"):
         found.append(Verdict(name="steps", arm=label, holds=missing == 0, value=missing, threshold=0, text="steps missing in the record"))
     for at in run.about.get("resumed", []):

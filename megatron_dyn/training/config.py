@@ -69,7 +69,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes"):
             require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
-        require(self.stall_timeout is None or self.stall_timeout >= 0, f"--stall-timeout is {self.stall_timeout}: it must be at least 0")
+        require(
+            self.stall_timeout is None or self.stall_timeout == 0 or self.stall_timeout >= 2,
+            f"--stall-timeout is {self.stall_timeout}: it must be 0 (never) or at least 2, or a slow step would end healthy runs",
+        )
         require(
             self.heartbeat_timeout == 0 or self.heartbeat_timeout >= 2,
             f"--heartbeat-timeout is {self.heartbeat_timeout}: it must be 0 (never) or at least 2, or a busy machine would end healthy runs",

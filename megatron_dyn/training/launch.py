@@ -305,13 +305,15 @@ def _sizes(run: RunConfig, inputs: Inputs) -> dict[str, int]:
 def _parameters(chunks: list) -> int:
     """Parameters of the whole model: this rank's, times the ranks that hold other parts; replicated ones count once.
 
-    Pipeline stages differ in size; the sum over them is exact because every stage holds its own layers.
+    Pipeline stages differ in size; the sum over them is exact because every stage holds its own layers, and the copy that the last stage
+    holds of tied embeddings is marked as shared.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     mine = sum(
         parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
         for chunk in chunks
         for parameter in chunk.parameters()
+        if not getattr(parameter, "shared", False)
     )
     count = torch.tensor([mine], dtype=torch.int64, device=device.compute_device())
     dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())

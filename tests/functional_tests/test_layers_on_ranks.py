@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_dyn import device
+from megatron_dyn.training import launch as launch_module
 from megatron_dyn.training.initial_weights import global_name
 from megatron_dyn.training.model import ModelConfig, build_model, transformer_config
 
@@ -307,3 +308,15 @@ def test_case_28_generators_of_tensor_parallel_ranks_stay_together(sequence_para
 def test_case_28_a_draw_on_one_rank_is_noticed():
     zero, one = launch(2, generators_over_steps, Sizes(tensor_model_parallel_size=2), True)
     assert not torch.equal(zero[0][0], one[0][0])
+
+
+def counted(rank: int, world: int, sizes: Sizes, shape: dict) -> int:
+    start(sizes)
+    return launch_module._parameters(build(sizes, shape))
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2], ids=["untied", "tied"])
+def test_the_number_of_parameters_told_does_not_depend_on_the_division(shape):
+    divisions = [Sizes(), Sizes(tensor_model_parallel_size=2), Sizes(pipeline_model_parallel_size=2)]
+    divisions.append(Sizes(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2))
+    assert len({count for sizes in divisions for count in launch(sizes.ranks, counted, sizes, shape)}) == 1

@@ -22,7 +22,8 @@ def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", heavy_tailed_lengths(60, longest=90))
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [2, 10])
 def test_ranks_killed_at_random_and_restarted_end_with_equal_losses(corpus, tmp_path, rounds):
     chance = random.Random()
     kills = [[chance.randrange(2), chance.randint(1, 2 * SAVE_INTERVAL), round(chance.uniform(0, 0.3), 3)] for _ in range(rounds)]

@@ -15,17 +15,17 @@ STEPS = 60
 
 def write_run(
     folder, *, seed=1, way="dynamic", bf16=False, resumed=(), corpus="c", change=lambda loss: loss, norm=1.0, held_out=lambda loss: loss, speed=1.0,
-    steps=STEPS, digest="d", dropped=0, leave_out=(), tp=1,
+    steps=STEPS, digest="d", dropped=0, leave_out=(), tp=1, layers=2, lr=1.0, train_iters=None, ranks=1,
 ):  # fmt: skip
     """A run of `steps` steps; `change` and `held_out` are applied to the losses that the seed gives."""
     folder.mkdir(parents=True)
     settings = {
-        "model": {"num_layers": 2, "hidden_size": 8}, "training": {"seed": seed, "bf16": bf16}, "fp8": {"fp8": None},
+        "model": {"num_layers": layers, "hidden_size": 8}, "training": {"seed": seed, "bf16": bf16, "train_iters": train_iters}, "fp8": {"fp8": None},
         "data": {"microbatching": way, "max_tokens_per_microbatch": 64}, "logging": {"run_dir": str(folder)}, "checkpoint": {"save": str(folder)},
-        "parallel": {"tensor_model_parallel_size": tp, "data_timeout_secs": seed},
+        "optimizer": {"lr": lr}, "parallel": {"tensor_model_parallel_size": tp, "data_timeout_secs": seed},
     }  # fmt: skip
     about = {
-        "settings": settings, "documents": {"train": corpus}, "parameters": 10, "parallel": {"TP": 1, "SP": 0, "PP": 1, "VPP": 1, "DP": 1},
+        "settings": settings, "documents": {"train": corpus}, "parameters": 10, "parallel": {"TP": ranks, "SP": 0, "PP": 1, "VPP": 1, "DP": 1},
         "operations": {"linear": 1e9, "quadratic": 1e6}, "resumed": list(resumed), "device": "none",
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(about))
@@ -160,3 +160,45 @@ def test_what_is_no_run_is_refused(tmp_path, damage, message):
     (folder / "metrics.jsonl").write_text("") if damage == "empty" else (folder / damage).unlink()
     with pytest.raises(ValueError, match=message):
         read_run(folder)
+
+
+def test_another_model_is_refused_and_another_learning_rate_named(tmp_path, capsys):
+    a, other = write_run(tmp_path / "a"), write_run(tmp_path / "deeper", layers=3)
+    with pytest.raises(CompareError, match=r"other models \(num_layers\)"):
+        main([str(a), str(other)])
+    faster = write_run(tmp_path / "faster", way="packed-fixed", lr=2.0, change=lambda loss: loss * 1.1)
+    assert main([str(a), str(faster), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert "They also differ in optimizer.lr, which changes what is learnt." in found["headline"][0]
+    assert found["differing_settings"]["optimizer.lr"] == ["1.0", "2.0"]
+    assert main([str(a), str(faster)]) == 1 and "optimizer.lr" in capsys.readouterr().out
+
+
+def test_a_run_that_is_not_whole_is_told_and_compared_on_the_common_steps(tmp_path, capsys):
+    a = write_run(tmp_path / "a", train_iters=STEPS)
+    cut = write_run(tmp_path / "cut", way="packed-fixed", train_iters=STEPS)
+    lines = (cut / "metrics.jsonl").read_text()
+    (cut / "metrics.jsonl").write_text(lines[: lines.index('"iteration": 60') + 30])
+    assert main([str(a), str(cut), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [unfinished] = [verdict for verdict in found["verdicts"] if verdict["name"] == "unfinished"]
+    assert unfinished["arm"] == "packed-fixed" and "59 of 60 steps are recorded" in unfinished["text"]
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["packed-fixed"]["steps"] == {"1": 59} and arms["packed-fixed"]["final_loss"] == arms["dynamic"]["final_loss"]
+
+
+def test_ranks_are_told_beside_the_speed_and_operations_are_a_ranks(tmp_path, capsys):
+    a, two = write_run(tmp_path / "a"), write_run(tmp_path / "two", tp=2, ranks=2, speed=1.5)
+    assert main([f"one={a}", f"two={two}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "1.50 times its real tokens a second (on 2 ranks against 1)" in found["headline"][0]
+    [operations] = [verdict for verdict in found["verdicts"] if verdict["name"] == "operations a second"]
+    assert operations["value"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("words, message", [(["--peak-tflops", "-1"], "--peak-tflops is -1"), (["--output", "file"], "is a file")])
+def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CompareError, match=message):
+        main(["nothing", "here", *words])
