@@ -103,29 +103,38 @@ class Harness:
         self.rate = matrix_rate()
         self.ranks = run.parallel.data_parallel_size(world_size_from_environment())
 
-    def cell(self, corpus, *, budget: int, way: str, bucket: int, documents: int, profile: Path | None = None) -> dict:
-        """Train some steps in one way; what was measured."""
+    def trainer(
+        self, corpus, *, budget: int, documents: int, steps: int, way: str = "dynamic", bucket: int = 1, begin: int = 0
+    ) -> tuple[Trainer, Records]:
+        """A training loop of `steps` steps from step `begin` of the documents on, and where its records go."""
         data = dataclasses.replace(
             self.run.data, max_tokens_per_microbatch=budget, microbatching=way, token_bucket=bucket, global_batch_size=documents
         )
-        training = dataclasses.replace(self.run.training, train_iters=self.warmup + self.count)
-        run = dataclasses.replace(self.run, data=data, training=training)
+        run = dataclasses.replace(self.run, data=data, training=dataclasses.replace(self.run.training, train_iters=begin + steps))
         planner = Planner(corpus.lengths, run.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
         rank, records = parallel_state.get_data_parallel_rank(), Records()
-        trainer = Trainer(
+        sampler = TokenBudgetBatchSampler(planner, data_parallel_rank=rank)
+        sampler.step = begin
+        made = Trainer(
             run,
             stepper=Stepper(self.models, self.optimizer, self.scheduler),
             corpus=corpus,
             planner=planner,
-            sampler=TokenBudgetBatchSampler(planner, data_parallel_rank=rank),
+            sampler=sampler,
             evaluator=None,
             checkpoints=None,
             **step_meetings(run, planner, corpus, 0),
             log=records,
             data_parallel_rank=rank,
             pad_token_id=0,
-            progress={"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0},
+            progress={"iteration": begin, "consumed_tokens": 0, "consumed_documents": 0},
         )
+        return made, records
+
+    def cell(self, corpus, *, budget: int, way: str, bucket: int, documents: int, profile: Path | None = None) -> dict:
+        """Train some steps in one way; what was measured."""
+        trainer, records = self.trainer(corpus, budget=budget, documents=documents, steps=self.warmup + self.count, way=way, bucket=bucket)
+        run = trainer.run
         if device.has_gpu():
             torch.cuda.empty_cache()
         device.memory_stats(reset_peak=True)
@@ -140,7 +149,7 @@ class Harness:
         stop.close()
         found = self._measured(records.steps[self.warmup :], wall, retries)
         if documents != self.run.data.global_batch_size:
-            whole = dataclasses.replace(run, data=dataclasses.replace(data, global_batch_size=self.run.data.global_batch_size))
+            whole = dataclasses.replace(run, data=dataclasses.replace(run.data, global_batch_size=self.run.data.global_batch_size))
             planner = Planner(corpus.lengths, whole.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
             stats = [planner.plan(step).stats for step in range(self.warmup, self.warmup + self.count)]
             share = sum(of.tokens for of in stats) / sum(of.slots for of in stats)

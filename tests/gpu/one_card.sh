@@ -4,6 +4,7 @@
 #
 #   bash tests/gpu/one_card.sh 2 tests/gpu/overlap_values.py --steps 500
 #   TURNS=1 bash tests/gpu/one_card.sh 2 tests/gpu/layout_fence.py
+#   bash tests/gpu/one_card.sh -- COMMAND ...       any command in that environment: what it starts may share the card
 set -eu
 ranks=$1
 shift
@@ -26,5 +27,9 @@ if [ -z "${TURNS:-}" ]; then
   export CUDA_MPS_PIPE_DIRECTORY="$work/mps" CUDA_MPS_LOG_DIRECTORY="$work/mps-log"
   mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
   nvidia-cuda-mps-control -d
+fi
+if [ "$ranks" = -- ]; then
+  LD_PRELOAD="$work/peer.so" "$@"
+  exit
 fi
 LD_PRELOAD="$work/peer.so" python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
