@@ -3,9 +3,12 @@
 
     python benchmarks/pipeline_simulation.py [--documents-per-rank 128] [--picture docs/images/pipeline_simulation.png]
 
-Each step has the same documents in every way to divide it. Times are sums over the steps, as multiples of the planned way's, so a ratio
-above 1 is how many times the step rate of that way the planned one has. The second distribution is drawn, with replacement, from the
-documents of an index (--idx); without that file it is left out.
+A step has as many tokens as `python -m megatron_dyn plan --recommend` proposes for the pipeline and the budget: 96% of m microbatches a
+rank, m being at least 4 and so many that the pipeline idles for 10% of the time at most (a multiple of PP where it is interleaved). With
+--documents-per-rank it has that many documents instead, whatever the pipeline. All ways to divide a step get the same documents. Times
+are sums over the steps, as multiples of the planned way's, so a ratio above 1 is how many times the step rate of that way the planned
+one has. The second distribution is drawn, with replacement, from the documents of an index (--idx); without that file it is left out.
+Karmarkar-Karp is left out where it takes too long (--most-differencing).
 """
 
 import argparse
@@ -19,9 +22,11 @@ from megatron_dyn.corpus import IndexedReader
 from megatron_dyn.figures import BLUE, GREEN, GREY, ORANGE, as_png, new_figure, tidy, write_whole
 from megatron_dyn.pipeline.schedule import microbatch_multiple
 from megatron_dyn.planning import CostModel, PlanConfig, Planner
-from megatron_dyn.planning.baselines import DIVISIONS
+from megatron_dyn.planning.baselines import DIVISIONS, differencing_work
 from megatron_dyn.planning.division import division_of, pieces_in_order
 from megatron_dyn.planning.simulate import step_time
+from megatron_dyn.training.config import ParallelConfig
+from megatron_dyn.training.recommend import least_microbatches, step_tokens
 
 SHARED_INDEX = Path(__file__).resolve().parents[2] / "shared/data/megatron/mix_heavytail_mistral_v1"
 PIPELINES = [(1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4)]
@@ -35,6 +40,8 @@ class Setting:
     budget: int
     ranks: int
     multiple: int
+    batch: tuple[tuple[str, int], ...]
+    """global_batch_size or global_batch_tokens."""
 
 
 def lengths_of(name: str, count: int, index: Path) -> np.ndarray:
@@ -46,11 +53,11 @@ def lengths_of(name: str, count: int, index: Path) -> np.ndarray:
     return random.choice(found[found > 0], count)
 
 
-def costs(lengths: np.ndarray, setting: Setting, steps: int, documents: int, cost: CostModel) -> dict[str, list[np.ndarray]]:
+def costs(lengths: np.ndarray, setting: Setting, steps: int, cost: CostModel, most_differencing: int) -> dict[str, list[np.ndarray]]:
     """Costs of the microbatches [ranks, K] of each step, by way; under "over" the microbatches above the budget and all of them (KK)."""
     config = PlanConfig(
-        max_tokens_per_microbatch=setting.budget, global_batch_size=documents, data_parallel_size=setting.ranks, alignment=2,
-        microbatch_multiple=setting.multiple, cost=cost,
+        max_tokens_per_microbatch=setting.budget, data_parallel_size=setting.ranks, alignment=2, microbatch_multiple=setting.multiple,
+        cost=cost, **dict(setting.batch),
     )  # fmt: skip
     planner, longest = Planner(lengths, config), int(lengths.max())
     found: dict[str, list[np.ndarray]] = {name: [] for name in ("planned", *WAYS)}
@@ -60,6 +67,8 @@ def costs(lengths: np.ndarray, setting: Setting, steps: int, documents: int, cos
         found["planned"].append(division_of(plan, cost).cost)
         pieces = pieces_in_order(plan)
         for name in WAYS:
+            if name == "karmarkar_karp" and steps * differencing_work(pieces, config) > most_differencing:
+                continue
             division = DIVISIONS[name](pieces, config, longest)
             found[name].append(division.cost)
             if name == "karmarkar_karp":
@@ -67,45 +76,68 @@ def costs(lengths: np.ndarray, setting: Setting, steps: int, documents: int, cos
     return found | {"over": [over]}
 
 
+def batch_of(pipeline: tuple[int, int], budget: int, ranks: int, documents_per_rank: int | None) -> tuple[str, int]:
+    """Name and size of the planner's global batch."""
+    if documents_per_rank is not None:
+        return ("global_batch_size", ranks * documents_per_rank)
+    pp, vpp = pipeline
+    parallel = ParallelConfig(pipeline_model_parallel_size=pp, num_virtual_stages_per_pipeline_rank=vpp if vpp > 1 else None)
+    return ("global_batch_tokens", step_tokens(budget, microbatches=least_microbatches(parallel), data_parallel_size=ranks))
+
+
+def simulate(name: str, budget: int, ranks: int, arguments: argparse.Namespace) -> dict[tuple[int, int], dict[str, float]]:
+    """Times of all ways as multiples of the planned one's, by pipeline."""
+    cost = CostModel(linear=1.0, quadratic=arguments.quadratic)
+    mean = lengths_of(name, 1 << 16, arguments.idx).mean()
+    divided: dict[Setting, dict] = {}
+    ratios = {}
+    for pp, vpp in PIPELINES:
+        batch = batch_of((pp, vpp), budget, ranks, arguments.documents_per_rank)
+        documents = batch[1] if batch[0] == "global_batch_size" else int(batch[1] / mean)
+        steps = max(2, arguments.documents // documents)
+        setting = Setting(budget, ranks, microbatch_multiple(pp, vpp if vpp > 1 else None), (batch,))
+        if setting not in divided:
+            drawn = lengths_of(name, documents * (steps + 1), arguments.idx)  # one step more: those in tokens do not end with the epoch
+            divided[setting] = costs(drawn, setting, steps, cost, arguments.most_differencing)
+        found = divided[setting]
+        total = {way: sum(step_time(table, pipeline_parallel=pp, virtual_stages=vpp) for table in found[way]) for way in ("planned", *WAYS)}
+        over, used = found["over"][0]
+        ratios[pp, vpp] = {way: total[way] / total["planned"] if found[way] else float("nan") for way in WAYS} | {
+            "over": over / max(used, 1),
+            "K": float(np.mean([table.shape[1] for table in found["planned"]])),
+        }
+    return ratios
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents-per-rank", type=int, default=128)
+    parser.add_argument("--documents-per-rank", type=int, help="of a step, instead of the tokens that --recommend proposes")
     parser.add_argument("--budgets", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--documents", type=int, default=32768, help="of all steps of a setting together, two steps at least")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--documents", type=int, default=65536, help="of all steps of a setting together, two steps at least")
     parser.add_argument("--idx", type=Path, default=SHARED_INDEX, help="prefix of the index whose lengths are the second distribution")
     parser.add_argument(
         "--quadratic", type=float, default=CostModel().quadratic, help="cost of attention per token pair, against 1 per token"
     )
+    parser.add_argument("--most-differencing", type=int, default=30_000_000, help="parts that Karmarkar-Karp may join for a cell: a minute or two")
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     names = ["lognormal"] + (["mix_heavytail"] if arguments.idx.with_suffix(".idx").exists() else [])
-    cost = CostModel(linear=1.0, quadratic=arguments.quadratic)
     ratios: dict[tuple, dict[str, float]] = {}
     for name, budget in itertools.product(names, arguments.budgets):
         for ranks in arguments.ranks:
-            documents = ranks * arguments.documents_per_rank
-            steps = max(2, arguments.documents // documents)
-            lengths = lengths_of(name, documents * steps, arguments.idx)
-            by_multiple: dict[int, dict] = {}
-            for pp, vpp in PIPELINES:
-                multiple = microbatch_multiple(pp, vpp if vpp > 1 else None)
-                if multiple not in by_multiple:
-                    by_multiple[multiple] = costs(lengths, Setting(budget, ranks, multiple), steps, documents, cost)
-                found = by_multiple[multiple]
-                total = {
-                    way: sum(step_time(table, pipeline_parallel=pp, virtual_stages=vpp) for table in found[way])
-                    for way in ("planned", *WAYS)
-                }
-                over, used = found["over"][0]
-                per_rank = float(np.mean([table.shape[1] for table in found["planned"]]))
-                ratios[name, budget, ranks, pp, vpp] = {way: total[way] / total["planned"] for way in WAYS} | {
-                    "over": over / used,
-                    "K": per_rank,
-                }
+            found = simulate(name, budget, ranks, arguments)
+            ratios |= {(name, budget, ranks, *pipeline): row for pipeline, row in found.items()}
         print_table(name, budget, arguments.ranks, ratios)
     if arguments.picture:
         draw(names, arguments, ratios)
+
+
+def cell(row: dict[str, float]) -> str:
+    """in order / KK / padded; share of KK's microbatches above B."""
+    left_out = np.isnan(row["karmarkar_karp"])
+    differencing = "-" if left_out else f"{row['karmarkar_karp']:.3f}"
+    return f"{row['in_order']:.3f} / {differencing} / {row['padded']:.1f}" + ("" if left_out else f"; {row['over']:.0%}")
 
 
 def print_table(name: str, budget: int, ranks: list[int], ratios: dict) -> None:
@@ -113,7 +145,7 @@ def print_table(name: str, budget: int, ranks: list[int], ratios: dict) -> None:
     print(f"| PP x VPP | K | {' | '.join(f'DP {count}' for count in ranks)} |\n|{'---|' * (len(ranks) + 2)}")
     for pp, vpp in PIPELINES:
         found = [ratios[name, budget, count, pp, vpp] for count in ranks]
-        cells = [f"{row['in_order']:.3f} / {row['karmarkar_karp']:.3f} / {row['padded']:.1f}; {row['over']:.0%}" for row in found]
+        cells = [cell(row) for row in found]
         fewest, most = (f"{choose(row['K'] for row in found):.1f}" for choose in (min, max))
         print(f"| {pp} x {vpp} | {fewest if fewest == most else f'{fewest}-{most}'} | {' | '.join(cells)} |", flush=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_dyn.corpus.errors import CorpusError
 
 SPLIT_NAMES = ("train", "valid", "test")
-MAX_EPOCH_DOCUMENTS = 1 << 29  # above it the order alone takes more than 6 GB in each process
+MAX_EPOCH_DOCUMENTS = 1 << 29  # above it the order alone takes more than 2 GB in each process, and many times that while it is made
 
 
 class Blend(NamedTuple):
@@ -99,35 +99,29 @@ def split_ranges(num_documents: int, shares: Sequence[float], name: str) -> list
 def fraction_of_documents(lengths: np.ndarray, target_tokens: float, rng: np.random.Generator) -> np.ndarray:
     """Documents, in order, of a random selection whose tokens come as near to the target as a prefix of a random order can."""
     order = rng.permutation(len(lengths))
-    totals = np.concatenate(([0], np.cumsum(lengths[order])))
+    totals = np.concatenate(([0], np.cumsum(lengths[order], dtype=np.int64)))
     count = int(np.abs(totals - target_tokens).argmin())
     return np.sort(order[:count])
 
 
-def blended_order(
-    lengths_per_corpus: Sequence[np.ndarray], weights: Sequence[float] | None, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+def blended_order(lengths_per_corpus: Sequence[np.ndarray], weights: Sequence[float], seed: int) -> np.ndarray:
     """The virtual documents of one blended epoch.
 
     Corpora are interleaved by the share of their own tokens passed, so any stretch of the order has about the weights asked for
     even when the planner does not shuffle.
 
     Args:
-        lengths_per_corpus: tokens per document of each corpus, int64 [D_i]; each has tokens.
-        weights: share of the tokens of each corpus; None: one pass over each, one after the other.
+        lengths_per_corpus: tokens per document of each corpus, integer [D_i]; each has tokens.
+        weights: share of the tokens of each corpus.
         seed: of the selections for the fractions of a pass.
 
     Returns:
-        (corpus, document): int32 [V] and int64 [V]; virtual document v is ``document[v]`` of ``corpus[v]``.
+        int32 [V]: each virtual document as its place in the corpora one after the other.
 
     Raises:
         CorpusError: the weights repeat a small corpus beyond all measure.
     """
-    sizes = [int(lengths.sum()) for lengths in lengths_per_corpus]
-    if weights is None:
-        documents = [np.arange(len(lengths)) for lengths in lengths_per_corpus]
-        corpora = [np.full(len(found), i, np.int32) for i, found in enumerate(documents)]
-        return np.concatenate(corpora), np.concatenate(documents)
+    sizes = [int(lengths.sum(dtype=np.int64)) for lengths in lengths_per_corpus]
     epoch_tokens = max(size / weight for size, weight in zip(sizes, weights))
     epoch_documents = sum(len(n) * w * epoch_tokens / s for n, w, s in zip(lengths_per_corpus, weights, sizes))
     if epoch_documents > MAX_EPOCH_DOCUMENTS:
@@ -135,15 +129,17 @@ def blended_order(
             f"--data-path: weights {[round(weight, 6) for weight in weights]} on corpora of {sizes} tokens repeat the small ones so often that an "
             f"epoch has {epoch_documents:.3g} documents (at most {MAX_EPOCH_DOCUMENTS}); give the small corpora smaller weights"
         )
-    corpora, documents, places = [], [], []
+    found, places, begin = [], [], 0
     for i, (lengths, size, weight) in enumerate(zip(lengths_per_corpus, sizes, weights)):
         passes = weight * epoch_tokens / size
         whole = int(passes + 1e-9)  # the corpus that appears once must not fall to 0.999... passes
         rest = fraction_of_documents(lengths, max(0.0, passes - whole) * size, np.random.default_rng([seed, i]))
-        found = np.concatenate([np.arange(len(lengths))] * whole + [rest]).astype(np.int64)
-        passed = np.cumsum(lengths[found])
-        corpora.append(np.full(len(found), i, np.int32))
-        documents.append(found)
-        places.append((passed - lengths[found] / 2) / passed[-1])
+        documents = np.concatenate([np.arange(len(lengths), dtype=np.int32)] * whole + [rest.astype(np.int32)])
+        sizes_here = lengths[documents]
+        passed = np.cumsum(sizes_here, dtype=np.int64)
+        places.append((passed - sizes_here / 2) / passed[-1])
+        found.append(documents + np.int32(begin))  # each corpus appears once at least: all of them are within MAX_EPOCH_DOCUMENTS
+        begin += len(lengths)
     order = np.argsort(np.concatenate(places), kind="stable")
-    return np.concatenate(corpora)[order], np.concatenate(documents)[order]
+    del places
+    return np.concatenate(found)[order]

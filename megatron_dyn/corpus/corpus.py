@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What planning and microbatch see of the data: documents with lengths, and slices of their tokens.
 
-| name        | shape    | dtype | meaning                                       |
-|-------------|----------|-------|-----------------------------------------------|
-| lengths     | [D]      | int64 | tokens per (virtual) document; 0 is legal     |
-| tokens(...) | [length] | int64 | a slice of one document, a copy               |
+| name        | shape    | dtype   | meaning                                     |
+|-------------|----------|---------|---------------------------------------------|
+| lengths     | [D]      | integer | tokens per (virtual) document; 0 is legal   |
+| tokens(...) | [length] | int64   | a slice of one document, a copy             |
+
+Nothing with an entry for each document is kept, but for the order of a weighted blend (4 bytes a document): lengths are a view of the
+mapped index, or computed from it when they are looked at.
 """
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Sequence
 
 import numpy as np
 
 from megatron_dyn.corpus.blending import SPLIT_NAMES, blended_order, parse_data_path, parse_split, split_ranges
+from megatron_dyn.corpus.computed_lengths import CHUNK, ComputedLengths, LengthsInOrder, chunks
+from megatron_dyn.corpus.document_order import DocumentOrder
 from megatron_dyn.corpus.errors import CorpusError
 from megatron_dyn.corpus.indexed_reader import IndexedReader
+
+DIGEST_CHUNK = 1 << 16  # documents: their numbers stay in the processor's cache
 
 
 class Corpus:
@@ -32,7 +39,7 @@ class Corpus:
         read_tokens: False where the readers give lengths only.
 
     Attributes:
-        lengths: int64 [num_documents], tokens per document.
+        lengths: integer [num_documents], tokens per document: reads like a flat array.
         fingerprint: hex digest; changes when documents, their order, lengths, weights or split change, not when files move. Without
             tokens it stands for the lengths only, until the owner sets the fingerprint that a process with tokens found.
 
@@ -55,28 +62,33 @@ class Corpus:
         self._readers = list(readers)
         self._ranges = list(ranges)
         self._seed = seed
-        parts = [reader.lengths[first:end] for reader, (first, end) in zip(readers, ranges)]
-        for reader, (first, end), lengths in zip(readers, ranges, parts):
-            if not lengths.sum():
+        for reader, (first, end) in zip(readers, ranges):
+            if not reader.tokens_of(first, end):
                 raise CorpusError(
                     f"{reader.prefix}: documents {first} to {end - 1}, its {name} part, hold no token; change --split or leave the corpus out"
                 )
-        self._corpus_of, documents = blended_order(parts, self.weights, seed)
-        firsts = np.array([first for first, _ in ranges])
-        self._document_of = documents + firsts[self._corpus_of]
-        self.lengths = np.empty(len(documents), np.int64)
-        for i, reader in enumerate(readers):
-            mine = self._corpus_of == i
-            self.lengths[mine] = reader.lengths[self._document_of[mine]]
+        order = None
+        if self.weights is not None:
+            order = blended_order([reader.lengths[first:end] for reader, (first, end) in zip(readers, ranges)], self.weights, seed)
+        self._order = DocumentOrder(ranges, order)
+        lengths = [reader.lengths for reader in readers]
+        mapped = len(readers) == 1 and isinstance(lengths[0], np.ndarray)
+        self.lengths: np.ndarray | ComputedLengths = lengths[0][slice(*ranges[0])] if mapped else LengthsInOrder(self._order, lengths)
         self.fingerprint: str = self._fingerprint() if read_tokens else self.lengths_fingerprint
 
     @cached_property
     def lengths_fingerprint(self) -> str:
         """Hex digest of the documents' order and lengths alone: also without tokens."""
         digest = hashlib.blake2b(digest_size=16)
-        for numbers in (self._corpus_of, self._document_of, self.lengths):
-            digest.update(np.ascontiguousarray(numbers, "<i8"))
+        self._digest(digest, self._order.files, "<i8")
+        self._digest(digest, self._order.documents, "<i8")
+        self._digest(digest, lambda begin, end: self.lengths[begin:end], "<i8")
         return digest.hexdigest()
+
+    def _digest(self, digest: "hashlib._Hash", between: Callable[[int, int], np.ndarray], dtype: str) -> None:
+        """Adds numbers of all documents, chunk by chunk."""
+        for begin in range(0, len(self), DIGEST_CHUNK):
+            digest.update(np.ascontiguousarray(between(begin, min(begin + DIGEST_CHUNK, len(self))), dtype))
 
     def _fingerprint(self) -> str:
         facts = {
@@ -87,8 +99,8 @@ class Corpus:
         }
         digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16)
         # The order itself as well: a new numpy that selected otherwise must not pass for the old corpus.
-        digest.update(self._corpus_of.astype("<i4"))
-        digest.update(self._document_of.astype("<i8"))
+        self._digest(digest, self._order.files, "<i4")
+        self._digest(digest, self._order.documents, "<i8")
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -97,20 +109,32 @@ class Corpus:
     @property
     def num_tokens(self) -> int:
         """Tokens of one epoch."""
-        return int(self.lengths.sum())
+        return sum(self._tokens_of_files)
+
+    @cached_property
+    def _tokens_of_files(self) -> list[int]:
+        """That an epoch holds of each file."""
+        if self.weights is None:
+            return [reader.tokens_of(first, end) for reader, (first, end) in zip(self._readers, self._ranges)]
+        found = [0] * len(self._readers)
+        for begin in range(0, len(self), CHUNK):
+            end = min(begin + CHUNK, len(self))
+            files, lengths = self._order.files(begin, end), self.lengths[begin:end]
+            for file in range(len(found)):
+                found[file] += int(lengths[files == file].sum())
+        return found
 
     @property
     def num_different_documents(self) -> int:
-        """Documents that an epoch holds at least once: a blend repeats some."""
-        files = {id(reader): place for place, reader in reversed(list(enumerate(self._readers)))}
-        file_of = np.array([files[id(reader)] for reader in self._readers])[self._corpus_of]
-        longest = max(map(len, self._readers))
-        return len(np.unique(file_of.astype(np.int64) * longest + self._document_of))
+        """Documents that an epoch holds at least once: a blend repeats some, and leaves none out."""
+        parts = {(id(reader), first, end): end - first for reader, (first, end) in zip(self._readers, self._ranges)}
+        return int(sum(parts.values()))
 
     def _locate(self, document: int) -> tuple[IndexedReader, int]:
         if not 0 <= document < len(self.lengths):
             raise CorpusError(f"the {self.name} corpus has documents 0 to {len(self.lengths) - 1}, not {document}")
-        return self._readers[self._corpus_of[document]], int(self._document_of[document])
+        file, found = self._order.one(document)
+        return self._readers[file], found
 
     def tokens(self, document: int, start: int = 0, length: int | None = None) -> np.ndarray:
         """``length`` tokens of a document (None: to its end), int64 [length], ids checked against the vocabulary.
@@ -128,13 +152,12 @@ class Corpus:
 
     def report(self) -> list[str]:
         """Lines for the log: what an epoch holds, and the share each corpus of a blend really has."""
-        empty = int((self.lengths == 0).sum())
+        empty = len(self) - sum(int(np.count_nonzero(chunk)) for chunk in chunks(self.lengths))
         lines = [f"{self.name}: {len(self)} documents ({empty} empty), {self.num_tokens} tokens an epoch"]
         if len(self._readers) == 1:
             return lines
-        for i, (reader, (first, end)) in enumerate(zip(self._readers, self._ranges)):
-            tokens = int(self.lengths[self._corpus_of == i].sum())
-            passes = tokens / int(reader.lengths[first:end].sum())
+        for i, (reader, (first, end), tokens) in enumerate(zip(self._readers, self._ranges, self._tokens_of_files)):
+            passes = tokens / reader.tokens_of(first, end)
             asked = "" if self.weights is None else f" (asked {self.weights[i]:.2%})"
             lines.append(f"{self.name}: {reader.prefix}: {tokens / self.num_tokens:.2%} of the tokens{asked}, {passes:.3f} passes an epoch")
         return lines

@@ -3,10 +3,11 @@
 
 The stock reader opens many broken files in silence (and a short ``.bin`` then yields uninitialised memory). Here every count
 of the header is compared with the size of the file before anything of that size is made, and every entry of the index is checked at open.
+Nothing with an entry for each document is kept: lengths and offsets are read from the map, or computed from it, when they are asked for.
 
 | name        | shape | dtype            | meaning                                              |
 |-------------|-------|------------------|------------------------------------------------------|
-| lengths     | [D]   | int64            | tokens per document, all its sequences together      |
+| lengths     | [D]   | integer          | tokens per document, all its sequences together      |
 | .bin tokens | [n]   | as the file says | documents one after the other, without gaps          |
 """
 
@@ -19,12 +20,13 @@ from typing import NoReturn
 
 import numpy as np
 
+from megatron_dyn.corpus.computed_lengths import ComputedLengths, LengthsOfSequences, Starts
 from megatron_dyn.corpus.errors import CorpusError
 from megatron_dyn.corpus.indexed_format import DTYPE_BY_CODE, HEADER, MAGIC, VERSION, bin_path, idx_path, partial_path
 from megatron_dyn.corpus.steady_file import SteadyFile
 
 SCAN_AT_OPEN_BYTES = 1 << 30
-CHECK_CHUNK = 1 << 20  # entries looked at together: bounds the memory of a check, whatever the file's size
+CHECK_CHUNK = 1 << 16  # entries looked at together: their arrays stay in the processor's cache, whatever the file's size
 SCAN_CHUNK = 1 << 22
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 256
@@ -37,7 +39,7 @@ class _Index:
     dtype: np.dtype
     lengths: np.ndarray  # [S] int32
     pointers: np.ndarray  # [S] int64
-    document_indices: np.ndarray  # [N] int64
+    document_indices: np.ndarray | None  # [N] int64; None: each document is one sequence
     modes: np.ndarray | None  # [S] int8
 
 
@@ -96,38 +98,30 @@ def _read_index(prefix: str, *, tokens: bool) -> _Index:
         )
     raw = np.memmap(path, dtype=np.uint8, mode="r", shape=(size,))
     starts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences, 8 * indices])
-    index = _Index(
+    lengths, pointers = np.frombuffer(raw, "<i4", sequences, starts[0]), np.frombuffer(raw, "<i8", sequences, starts[1])
+    document_indices = np.frombuffer(raw, "<i8", indices, starts[2])
+    _check_sequences(path, lengths, pointers, dtype.itemsize, tokens_path, bin_size)
+    one_each = _check_document_indices(path, document_indices, sequences)
+    return _Index(
         dtype=dtype,
-        lengths=np.frombuffer(raw, "<i4", sequences, starts[0]),
-        pointers=np.frombuffer(raw, "<i8", sequences, starts[1]),
-        document_indices=np.frombuffer(raw, "<i8", indices, starts[2]),
+        lengths=lengths,
+        pointers=pointers,
+        document_indices=None if one_each else document_indices,
         modes=np.frombuffer(raw, "i1", sequences, starts[3]) if size > text_size else None,
     )
-    _check_sequences(path, index, tokens_path, bin_size)
-    _check_document_indices(path, index)
-    return index
 
 
-def _check_sequences(path: Path, index: _Index, tokens_path: Path, bin_size: int | None) -> None:
+def _check_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, tokens_path: Path, bin_size: int | None) -> None:
     """Lengths are not negative, pointers are their running sum in bytes, and the sum is the size of .bin (unless None)."""
     expected_pointer = 0
-    for start in range(0, len(index.lengths), CHECK_CHUNK):
-        lengths = index.lengths[start : start + CHECK_CHUNK].astype(np.int64)
-        pointers = index.pointers[start : start + CHECK_CHUNK]
-        negative = lengths < 0
-        if negative.any():
-            at = int(negative.argmax())
-            _refuse(path, f"length of sequence {start + at}", lengths[at], "0 or more tokens")
-        ends = expected_pointer + np.cumsum(lengths) * index.dtype.itemsize
-        expected = np.concatenate(([expected_pointer], ends[:-1]))
-        wrong = pointers != expected
-        if wrong.any():
-            at = int(wrong.argmax())
-            found, right = int(pointers[at]), int(expected[at])
-            wrapped = found != right and (found - right) % 2**31 == 0
-            hint = "The writer's byte offsets wrapped at 2^31: preprocess again" if wrapped else ""
-            _refuse(path, f"pointer of sequence {start + at}", found, f"{right} bytes", hint)
-        expected_pointer = int(ends[-1])
+    for start in range(0, len(lengths), CHECK_CHUNK):
+        here, found = lengths[start : start + CHECK_CHUNK], pointers[start : start + CHECK_CHUNK]
+        sizes = np.multiply(here, itemsize, dtype=np.int64)
+        # Differences wrap where pointers are damaged, but only by 2^64: a first pointer that is right and right differences make all right.
+        good = here.min() >= 0 and found[0] == expected_pointer and np.array_equal(np.diff(found), sizes[:-1])
+        if not good:
+            _refuse_sequence(path, start, here, found, expected_pointer + np.append(0, np.cumsum(sizes)[:-1]))
+        expected_pointer = int(found[-1]) + int(sizes[-1])
         if expected_pointer > (2**62 if bin_size is None else bin_size):  # here, not at the end: keeps the running sum far from 2^63
             break
     if bin_size is None:
@@ -135,7 +129,7 @@ def _check_sequences(path: Path, index: _Index, tokens_path: Path, bin_size: int
             _refuse(path, "sum of the lengths", f"{expected_pointer} bytes", "at least one token, and less than 2^62 bytes")
         return
     if expected_pointer != bin_size:
-        least = "" if start + CHECK_CHUNK >= len(index.lengths) else "at least "
+        least = "" if start + CHECK_CHUNK >= len(lengths) else "at least "
         _refuse(
             tokens_path,
             "file size",
@@ -147,18 +141,34 @@ def _check_sequences(path: Path, index: _Index, tokens_path: Path, bin_size: int
         _refuse(tokens_path, "file size", "0 bytes", "at least one token", "All documents are empty: nothing to train on")
 
 
-def _check_document_indices(path: Path, index: _Index) -> None:
-    indices, sequences = index.document_indices, len(index.lengths)
+def _refuse_sequence(path: Path, start: int, lengths: np.ndarray, pointers: np.ndarray, expected: np.ndarray) -> NoReturn:
+    """Names the first wrong entry of a chunk that begins with sequence ``start``."""
+    negative = lengths < 0
+    if negative.any():
+        at = int(negative.argmax())
+        _refuse(path, f"length of sequence {start + at}", lengths[at], "0 or more tokens")
+    at = int((pointers != expected).argmax())
+    found, right = int(pointers[at]), int(expected[at])
+    hint = "The writer's byte offsets wrapped at 2^31: preprocess again" if (found - right) % 2**31 == 0 else ""
+    _refuse(path, f"pointer of sequence {start + at}", found, f"{right} bytes", hint)
+
+
+def _check_document_indices(path: Path, indices: np.ndarray, sequences: int) -> bool:
+    """Document indices begin with 0, never fall and end with the number of sequences; returns whether each document is one sequence."""
     if indices[0] != 0:
         _refuse(path, "document index 0", indices[0], 0)
+    one_each = True
     for start in range(0, len(indices) - 1, CHECK_CHUNK):
         chunk = indices[start : start + CHECK_CHUNK + 1]
         falling = chunk[1:] < chunk[:-1]
         if falling.any():
             at = int(falling.argmax())
             _refuse(path, f"document index {start + at + 1}", chunk[at + 1], f"at least {chunk[at]} (document indices never fall)")
+        # They never fall: as many as there are numbers from the first to the last, all different, are all of these numbers.
+        one_each = one_each and int(chunk[-1]) - int(chunk[0]) == len(chunk) - 1 and bool((chunk[1:] != chunk[:-1]).all())
     if indices[-1] != sequences:
         _refuse(path, f"document index {len(indices) - 1} (the last)", indices[-1], f"{sequences} (the number of sequences)")
+    return one_each
 
 
 class IndexedReader:
@@ -171,7 +181,8 @@ class IndexedReader:
         read_tokens: False: only lengths are wanted, and the ``.bin`` is not opened and need not exist (another rank reads it).
 
     Attributes:
-        lengths: int64 [num_documents], tokens per document; 0 is legal.
+        lengths: integer [num_documents], tokens per document; 0 is legal. The mapped int32 array where each document is one sequence, else
+            computed from the map when looked at.
         modes: int8 [num_sequences] of a multimodal file, else None.
         scanned: whether every token was checked at open.
 
@@ -188,11 +199,9 @@ class IndexedReader:
         self._index = index
         self._tokens = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r") if read_tokens else None
         self._file = SteadyFile(bin_path(self.prefix), self._has_its_fingerprint) if read_tokens else None
-        self.num_tokens = len(self._tokens) if read_tokens else int(index.lengths.sum(dtype=np.int64))
-        # Sequences lie in .bin without gaps, so a document is one contiguous run of tokens.
-        ends = np.append(index.pointers, self.num_tokens * self.dtype.itemsize)
-        self._starts = ends[index.document_indices] // self.dtype.itemsize  # [D + 1] int64
-        self.lengths = np.diff(self._starts)
+        self.num_tokens = (int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize) // self.dtype.itemsize
+        self._starts = Starts(index.pointers, index.document_indices, num_tokens=self.num_tokens, itemsize=self.dtype.itemsize)
+        self.lengths: np.ndarray | ComputedLengths = index.lengths if index.document_indices is None else LengthsOfSequences(self._starts)
         self.scanned = read_tokens and (self._tokens.nbytes <= SCAN_AT_OPEN_BYTES if scan is None else scan)
         if self.scanned:
             self.check_vocabulary()
@@ -204,6 +213,10 @@ class IndexedReader:
     def num_sequences(self) -> int:
         """Sequences in the file; a document has any number of them."""
         return len(self._index.lengths)
+
+    def tokens_of(self, first: int, end: int) -> int:
+        """Tokens of documents first .. end - 1 together; O(1)."""
+        return self._starts.one(end) - self._starts.one(first)
 
     def describe(self, document: int) -> str:
         """``prefix, document 17``: for messages."""
@@ -223,7 +236,7 @@ class IndexedReader:
         length = size - start if length is None else length
         if start < 0 or length < 0 or start + length > size:
             raise CorpusError(f"{self.describe(document)}: tokens {start} to {start + length} asked for, but it has {size}")
-        begin = int(self._starts[document]) + start
+        begin = self._starts.one(document) + start
         self._file.look()
         found = self._tokens[begin : begin + length]
         self._check_ids(found, begin)
@@ -252,10 +265,10 @@ class IndexedReader:
             return
         wrong = ids < 0 if self.vocab_size is None else (ids < 0) | (ids.astype(np.int64) >= self.vocab_size)
         at = int(wrong.argmax())
-        document = int(np.searchsorted(self._starts, begin + at, side="right")) - 1
+        document = self._starts.document_of(begin + at)
         limit = "a vocabulary of unknown size" if self.vocab_size is None else f"the vocabulary, 0 to {self.vocab_size - 1}"
         raise CorpusError(
-            f"{bin_path(self.prefix)}: document {document}, token {begin + at - int(self._starts[document])}: found id {int(ids[at])}, "
+            f"{bin_path(self.prefix)}: document {document}, token {begin + at - self._starts.one(document)}: found id {int(ids[at])}, "
             f"expected an id in {limit}. The corpus was made with another tokenizer, or is damaged"
         )
 
@@ -274,7 +287,8 @@ class IndexedReader:
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(f"{self.dtype.str} {len(self)} {self.num_tokens} ".encode())
-        digest.update(np.ascontiguousarray(self._starts, "<i8"))
+        for begin in range(0, len(self._starts), CHECK_CHUNK):
+            digest.update(self._starts.between(begin, begin + CHECK_CHUNK).astype("<i8", copy=False))
         size = self._tokens.nbytes
         if size <= SCAN_AT_OPEN_BYTES:
             digest.update(self._tokens)

@@ -3,7 +3,9 @@
 
 import numpy as np
 
+from megatron_dyn.corpus.computed_lengths import ComputedLengths, chunks
 from megatron_dyn.corpus.indexed_reader import IndexedReader
+from megatron_dyn.corpus.length_counts import LengthCounts
 from megatron_dyn.corpus.tokenizer import SentencePieceTokenizer
 
 PERCENTILES = (1, 10, 50, 90, 99)
@@ -17,15 +19,16 @@ def corpus_facts(prefix: str, tokenizer: SentencePieceTokenizer | None) -> Rows:
         CorpusError: the pair is broken, or an id is outside the tokenizer's vocabulary.
     """
     reader = IndexedReader(prefix, vocab_size=tokenizer.vocab_size if tokenizer else None, scan=True)
-    lengths = reader.lengths
+    lengths = LengthCounts(reader.lengths)
+    longest = int(lengths.lengths[-1])
     largest = max(int(chunk.max()) for chunk in reader.token_chunks())
-    lengths_line = ", ".join(f"p{p} {value:.0f}" for p, value in zip(PERCENTILES, np.percentile(lengths, PERCENTILES)))
+    lengths_line = ", ".join(f"p{p} {value:.0f}" for p, value in zip(PERCENTILES, lengths.quantiles([percent / 100 for percent in PERCENTILES])))
     rows = [
-        ("documents", f"{len(reader):,} ({int((lengths == 0).sum()):,} empty)"),
+        ("documents", f"{len(reader):,} ({int(lengths.counts[lengths.lengths == 0].sum()):,} empty)"),
         ("sequences", f"{reader.num_sequences:,}" + ("" if reader.modes is None else ", multimodal (modes array)")),
         ("tokens", f"{reader.num_tokens:,}"),
-        ("tokens per document", f"min {lengths.min()}, {lengths_line}, max {lengths.max()}, mean {lengths.mean():.1f}"),
-        ("longest document", str(int(lengths.argmax()))),
+        ("tokens per document", f"min {lengths.lengths[0]}, {lengths_line}, max {longest}, mean {reader.num_tokens / len(reader):.1f}"),
+        ("longest document", str(_first_of(reader.lengths, longest))),
         ("dtype", reader.dtype.name),
         ("largest id", str(largest)),
         ("fingerprint", reader.fingerprint),
@@ -37,6 +40,16 @@ def corpus_facts(prefix: str, tokenizer: SentencePieceTokenizer | None) -> Rows:
                 count = sum(int(np.count_nonzero(chunk == found)) for chunk in reader.token_chunks())
                 rows.append((label, f"{count:,} ({count / reader.num_tokens:.3%} of the tokens)"))
     return rows
+
+
+def _first_of(lengths: np.ndarray | ComputedLengths, length: int) -> int:
+    """The first document of a length that occurs."""
+    begin = 0
+    for chunk in chunks(lengths):
+        if (found := np.flatnonzero(chunk == length)).size:
+            return begin + int(found[0])
+        begin += len(chunk)
+    raise AssertionError(f"no document has {length} tokens")
 
 
 def tokenizer_facts(tokenizer: SentencePieceTokenizer, text: str | None) -> Rows:

@@ -37,12 +37,12 @@ def draw_lengths(planned: Planned) -> Figure:
     """Histograms of the documents' lengths (how many, and where the tokens are) and of T."""
     figure = new_figure(10.5, 3.9)
     left, right = figure.subplots(1, 2)
-    lengths = planned.lengths[planned.lengths > 0].astype(np.float64)
+    lengths, counts = planned.lengths.lengths.astype(np.float64), planned.lengths.counts
     budget = planned.report.settings["max_tokens_per_microbatch"]
     edges = np.geomspace(1, max(lengths.max(), budget) * 1.3, 46)
     tidy(left)
-    left.hist(lengths, bins=edges, weights=np.full(len(lengths), 1 / len(lengths)), color=BLUE, alpha=0.75, label="documents")
-    left.hist(lengths, bins=edges, weights=lengths / lengths.sum(), histtype="step", color=ORANGE, linewidth=1.8, label="their tokens")
+    left.hist(lengths, bins=edges, weights=counts / counts.sum(), color=BLUE, alpha=0.75, label="documents")
+    left.hist(lengths, bins=edges, weights=lengths * counts / (lengths * counts).sum(), histtype="step", color=ORANGE, linewidth=1.8, label="their tokens")
     left.axvline(budget, color=RED, linewidth=1.3, label=f"B {budget:,}")
     left.set_xscale("log")
     left.xaxis.set_major_locator(LogLocator(base=10, subs=(1,) if edges[-1] > 300 else (1, 3)))

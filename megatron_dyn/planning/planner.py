@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_dyn.corpus.computed_lengths import ComputedLengths
 from megatron_dyn.planning.assemble import assemble
 from megatron_dyn.planning.config import PlanConfig, PlanError
 from megatron_dyn.planning.pieces import cut_documents
@@ -56,7 +57,8 @@ class Planner:
     May be called from several threads.
 
     Args:
-        lengths: tokens per document, integer [num_documents], read in place; 0 is allowed (skipped, counted).
+        lengths: tokens per document, integer [num_documents], read in place (an array, a memory map, or the computed lengths of a
+            `Corpus`); 0 is allowed (skipped, counted).
         config: see PlanConfig.
         fingerprint: hex digest of the corpus (`Corpus.fingerprint`); by default a digest of the lengths.
 
@@ -64,9 +66,10 @@ class Planner:
         PlanError: no usable document, an oversize document under the "error" policy, a step that could never be filled.
     """
 
-    def __init__(self, lengths: np.ndarray, config: PlanConfig, fingerprint: str | None = None):
-        lengths = np.asarray(lengths)
-        if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size):
+    def __init__(self, lengths: np.ndarray | ComputedLengths, config: PlanConfig, fingerprint: str | None = None):
+        if not isinstance(lengths, ComputedLengths):
+            lengths = np.asarray(lengths)
+        if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and len(lengths)):
             raise PlanError(f"lengths must be a flat array of integers, got shape {lengths.shape} of {lengths.dtype}")
         self.lengths = lengths
         self.config = config
@@ -78,6 +81,8 @@ class Planner:
         self._digest_seed = hashlib.sha256(
             json.dumps({"corpus": self.fingerprint, "plan": config.to_dict()}, sort_keys=True).encode()
         ).digest()
+        self.longest_document = found.longest
+        """Tokens of the longest document."""
         self._longest = min(found.longest, config.longest_piece)
         self._dynamic = dataclasses.replace(config, microbatching="dynamic")
         self._windows = Windows(lengths, found, config)

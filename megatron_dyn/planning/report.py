@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dyn.corpus.length_counts import LengthCounts
 from megatron_dyn.planning.baselines import DIVISIONS, Concatenation, differencing_work
 from megatron_dyn.planning.division import Division, Measures, division_of, measure, pieces_in_order
 from megatron_dyn.planning.plan import StepPlan
@@ -26,6 +27,8 @@ TITLES = {
     "padded": ("padded", "each document padded to the longest of the corpus (at most B)"),
 }
 """Name -> (heading, explanation)."""
+MOST_SCANNED = 10_000_000
+"""Documents of an epoch that are scanned to count its steps, where steps are sized in tokens: ten seconds; above it the count is estimated."""
 LENGTH_QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 
@@ -126,7 +129,7 @@ class Planned:
     """A report, and what its pictures need besides."""
 
     report: PlanReport
-    lengths: np.ndarray  # [D]
+    lengths: LengthCounts  # of the documents that are not empty
     T: np.ndarray  # [microbatches that hold documents], of all steps
     plan: StepPlan  # of the first step
     in_order_per_step: dict[str, list[float]] | None
@@ -204,7 +207,7 @@ def report_on(
     if steps < 1 or first_step < 0:
         raise ValueError(f"steps={steps}, first_step={first_step}: at least one step, from step 0 on, is needed to say anything")
     config, pipeline = planner.config, dict(pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages)
-    longest = int(planner.lengths.max())
+    longest = planner.longest_document
     ways = {name: _Way(name) for name in (TITLES if compare else (PLANNED,))}
     concatenation, skipped, joined, idle = Concatenation(config), [], 0, []
     stats, T, times, first_plan = [], [], [], None
@@ -235,8 +238,9 @@ def report_on(
     summed = ("documents", "tokens", "loss_tokens", "padding", "fillers", "split_documents", "truncated_documents", "truncated_tokens",
               "dropped_documents", "dropped_tokens")  # fmt: skip
     series = {"microbatch_cost", "rank_cost"}
+    counts = LengthCounts(planner.lengths, empty=False)
     report = PlanReport(
-        corpus=_corpus(planner),
+        corpus=_corpus(planner, counts, float(np.mean([found.tokens + found.truncated_tokens + found.dropped_tokens for found in stats]))),
         settings=config.to_dict(),
         pipeline=pipeline,
         first_step=first_step,
@@ -263,15 +267,21 @@ def report_on(
         **{name: sum(getattr(found, name) for found in stats) for name in summed},
     )
     in_order = {name: ways["in_order"].series(name) for name in sorted(series)} if compare else None
-    return Planned(report=report, lengths=planner.lengths, T=np.array(T, dtype=np.int64), plan=first_plan, in_order_per_step=in_order)
+    return Planned(report=report, lengths=counts, T=np.array(T, dtype=np.int64), plan=first_plan, in_order_per_step=in_order)
 
 
-def _corpus(planner: Planner) -> dict:
-    """Of one epoch."""
-    quantiles = np.quantile(planner.lengths[planner.lengths > 0], LENGTH_QUANTILES, method="lower")
+def _corpus(planner: Planner, lengths: LengthCounts, step_tokens: float) -> dict:
+    """Of one epoch.
+
+    Args:
+        step_tokens: of the planned steps' documents as the corpus has them, mean.
+    """
+    quantiles = lengths.quantiles(LENGTH_QUANTILES, method="lower")
+    counted = planner.config.global_batch_tokens is None or planner.num_documents <= MOST_SCANNED
     return {
         **dataclasses.asdict(planner.counts),
         "mean_length": planner.counts.tokens / max(planner.num_documents, 1),
         "length_quantiles": {f"{share:g}": int(length) for share, length in zip(LENGTH_QUANTILES, quantiles)},
-        "steps": planner.steps_per_epoch(),
+        "steps": planner.steps_per_epoch() if counted else max(1, round(planner.counts.tokens / step_tokens)),
+        "steps_estimated": not counted,
     }

@@ -5,7 +5,7 @@ Shapes: N documents, M blocks of `block` documents.
 
 | array            | shape   | dtype | meaning                                             |
 |------------------|---------|-------|-----------------------------------------------------|
-| lengths          | [N]     | any integer | in place: may be a memory map                 |
+| lengths          | [N]     | any integer | in place: may be a memory map, or computed    |
 | before           | [M + 1] | int64 | documents that are not empty in the blocks before   |
 | ranks, documents | [m]     | int64 |                                                     |
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_dyn.corpus.computed_lengths import ComputedLengths
 from megatron_dyn.planning.config import PlanConfig, PlanError
 
 CHUNK = 1 << 20
@@ -66,7 +67,7 @@ class EpochCounts:
     dropped_tokens: int = 0
 
 
-def survey(lengths: np.ndarray, *, budget: int, fingerprint: bool) -> Survey:
+def survey(lengths: np.ndarray | ComputedLengths, *, budget: int, fingerprint: bool) -> Survey:
     """Look at every length once.
 
     Args:
@@ -122,7 +123,7 @@ def _digest_chunk(digest, chunk: np.ndarray, most: int) -> None:
     digest.update(np.ascontiguousarray(chunk, dtype=f"<u{width}"))
 
 
-def count_epoch(found: Survey, lengths: np.ndarray, config: PlanConfig) -> EpochCounts:
+def count_epoch(found: Survey, lengths: np.ndarray | ComputedLengths, config: PlanConfig) -> EpochCounts:
     """What an epoch does with the corpus.
 
     Raises:
@@ -162,7 +163,7 @@ def count_epoch(found: Survey, lengths: np.ndarray, config: PlanConfig) -> Epoch
     return EpochCounts(**counts)
 
 
-def documents_of(ranks: np.ndarray, lengths: np.ndarray, found: Survey) -> np.ndarray:
+def documents_of(ranks: np.ndarray, lengths: np.ndarray | ComputedLengths, found: Survey) -> np.ndarray:
     """Ids of the r-th documents that are not empty, int64 [m]; O(m log M), and `block` lengths are read for a block with holes.
 
     Args:
@@ -184,21 +185,32 @@ def documents_of(ranks: np.ndarray, lengths: np.ndarray, found: Survey) -> np.nd
     return documents
 
 
-def _places_of_ranks(blocks: np.ndarray, ranks: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
+def _places_of_ranks(blocks: np.ndarray, ranks: np.ndarray, lengths: np.ndarray | ComputedLengths, size: int) -> np.ndarray:
     """Where in its block the r-th document that is not empty lies, int64 [m]: first which eight of the block, then which of the eight."""
     rows, row_of = np.unique(blocks, return_inverse=True)
-    full = np.zeros((len(rows), size), dtype=bool)
-    whole = len(lengths) // size
-    cut = rows == whole  # the last block of the corpus may be short
-    full[~cut] = lengths[: whole * size].reshape(whole, size)[rows[~cut]] != 0
-    if cut.any():
-        full[cut, : len(lengths) - whole * size] = lengths[whole * size :] != 0
+    full = _lengths_of_blocks(rows, lengths, size) != 0
     in_eight = full.view(np.uint64) * np.uint64(0x0101010101010101) >> np.uint64(56)  # the sum of eight bytes, each 0 or 1
     upto = np.cumsum(in_eight, axis=1, dtype=np.int32)[row_of]
     eight = np.count_nonzero(upto <= ranks[:, None], axis=1)
     ranks = ranks - np.where(eight > 0, upto[np.arange(len(ranks)), eight - 1], 0)
     members = np.cumsum(full.reshape(len(rows), -1, 8)[row_of, eight], axis=1)
     return eight * 8 + np.count_nonzero(members <= ranks[:, None], axis=1)
+
+
+def _lengths_of_blocks(blocks: np.ndarray, lengths: np.ndarray | ComputedLengths, size: int) -> np.ndarray:
+    """Integer [len(blocks), size]; the last block of the corpus is filled up with 0.
+
+    Args:
+        blocks: rising.
+    """
+    whole = len(lengths) // size
+    if isinstance(lengths, np.ndarray) and blocks[-1] < whole:
+        return lengths[: whole * size].reshape(whole, size)[blocks]
+    found = np.zeros((len(blocks), size), dtype=np.int64)
+    for row, begin in zip(found, (blocks * size).tolist()):
+        block = lengths[begin : begin + size]
+        row[: len(block)] = block
+    return found
 
 
 def _cap_of_pieces(config: PlanConfig) -> str:

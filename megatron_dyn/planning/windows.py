@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dyn.corpus.computed_lengths import ComputedLengths
 from megatron_dyn.planning.config import PlanConfig
 from megatron_dyn.planning.order import order_of_runs, ranks_at
 from megatron_dyn.planning.survey import Survey, documents_of
@@ -59,7 +60,7 @@ class Windows:
         config: see PlanConfig.
     """
 
-    def __init__(self, lengths: np.ndarray, found: Survey, config: PlanConfig):
+    def __init__(self, lengths: np.ndarray | ComputedLengths, found: Survey, config: PlanConfig):
         self._lengths = lengths
         self._found = found
         self._config = config

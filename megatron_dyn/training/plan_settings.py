@@ -12,6 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from megatron_dyn.corpus import open_corpus
+from megatron_dyn.corpus.computed_lengths import ComputedLengths
 from megatron_dyn.planning import CostModel, PlanConfig
 from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.training.config import ConfigError, DataConfig, ParallelConfig, require
@@ -100,7 +101,7 @@ def read_flags(argv: Sequence[str] | None) -> tuple[dict[str, object], list[str]
 class PlanRequest:
     """What a command line asks for, checked."""
 
-    lengths: np.ndarray
+    lengths: np.ndarray | ComputedLengths
     fingerprint: str | None
     source: str
     """Where the lengths are from, for titles."""

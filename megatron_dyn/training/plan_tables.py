@@ -54,7 +54,7 @@ def facts_table(report: PlanReport, *, part: str = "", blend: Sequence[str] = ()
         (
             "corpus",
             (f"{part}: " if part else "")
-            + f"{counted(corpus['documents'], 'document')}, {corpus['tokens']:,} tokens, {counted(corpus['steps'], 'step')} an epoch",
+            + f"{counted(corpus['documents'], 'document')}, {corpus['tokens']:,} tokens, {'about ' * corpus['steps_estimated']}{counted(corpus['steps'], 'step')} an epoch",
         ),
         *(("" if position else "blend", line) for position, line in enumerate(blend)),
         (

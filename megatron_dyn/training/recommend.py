@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_dyn.corpus.computed_lengths import ComputedLengths
+from megatron_dyn.corpus.length_counts import LengthCounts
 from megatron_dyn.planning import PlanConfig, Planner, PlanError
 from megatron_dyn.planning.alignment import round_up
 from megatron_dyn.planning.config import INT32_MAX
@@ -101,8 +103,13 @@ def least_microbatches(parallel: ParallelConfig) -> int:
     return round_up(needed, pp) if vp > 1 else needed
 
 
+def step_tokens(budget: int, *, microbatches: int, data_parallel_size: int) -> int:
+    """Tokens of a step that fills so many microbatches a rank, see `STEP_FILL`."""
+    return int(STEP_FILL * microbatches * data_parallel_size * budget)
+
+
 def recommend(
-    lengths: np.ndarray,
+    lengths: np.ndarray | ComputedLengths,
     *,
     plan_config: Callable[..., PlanConfig],
     model: ModelConfig,
@@ -147,16 +154,17 @@ def recommend(
     )
     wanted = least_microbatches(parallel)
 
-    def step_tokens(tokens: int) -> int:
-        return int(STEP_FILL * wanted * data_parallel_size * tokens)
+    def batch_for(tokens: int) -> int:
+        return step_tokens(tokens, microbatches=wanted, data_parallel_size=data_parallel_size)
 
     def config_for(tokens: int, bucket: int) -> PlanConfig:
-        return plan_config(max_tokens_per_microbatch=tokens, token_bucket=bucket, global_batch_tokens=step_tokens(tokens))
+        return plan_config(max_tokens_per_microbatch=tokens, token_bucket=bucket, global_batch_tokens=batch_for(tokens))
 
+    counts = LengthCounts(lengths, empty=False)
     budgets, impossible = [], {}
     for tokens in [budget] if budget is not None else _budgets(largest):
         try:
-            budgets.append(_judge(lengths, config_for(tokens, token_bucket or 1), memory, parallel))
+            budgets.append(_judge(lengths, counts, config_for(tokens, token_bucket or 1), memory, parallel))
         except (PlanError, ConfigError) as error:
             impossible[tokens] = str(error)
     if not budgets:
@@ -170,11 +178,11 @@ def recommend(
     if global_batch_given and chosen.global_batch_documents < data_parallel_size:
         reasons.append(
             f"the global batch should grow: {chosen.global_batch_documents:,.0f} documents do not feed {data_parallel_size:,} ranks; {wanted} "
-            f"microbatches a rank hold about {step_tokens(chosen.max_tokens_per_microbatch):,} tokens at this B"
+            f"microbatches a rank hold about {batch_for(chosen.max_tokens_per_microbatch):,} tokens at this B"
         )
     return Recommendation(
         max_tokens_per_microbatch=chosen.max_tokens_per_microbatch,
-        global_batch_tokens=None if global_batch_given else step_tokens(chosen.max_tokens_per_microbatch),
+        global_batch_tokens=None if global_batch_given else batch_for(chosen.max_tokens_per_microbatch),
         token_bucket=bucket.token_bucket if token_bucket is None else None,
         device_memory_gib=device_memory_gib,
         memory=memory,
@@ -193,12 +201,14 @@ def _budgets(largest: int) -> list[int]:
     return (powers[-5:] + [largest] if powers and largest >= 1.2 * powers[-1] else powers[-6:]) or [largest]
 
 
-def _plans(lengths: np.ndarray, config: PlanConfig) -> list:
-    planner = Planner(lengths, config)
-    return [planner.plan(step) for step in range(min(STEPS, planner.steps_per_epoch()))]
+def _plans(lengths: np.ndarray | ComputedLengths, config: PlanConfig) -> list:
+    planner = Planner(lengths, config, fingerprint="of a proposal")  # no digest of all lengths for plans that nobody keeps
+    return [planner.plan(step) for step in range(planner.steps_per_epoch(at_most=STEPS))]
 
 
-def _judge(lengths: np.ndarray, config: PlanConfig, memory: RankMemory, parallel: ParallelConfig) -> BudgetChoice:
+def _judge(
+    lengths: np.ndarray | ComputedLengths, counts: LengthCounts, config: PlanConfig, memory: RankMemory, parallel: ParallelConfig
+) -> BudgetChoice:
     plans = _plans(lengths, config)
     pipeline = dict(
         pipeline_parallel=parallel.pipeline_model_parallel_size, virtual_stages=parallel.virtual_pipeline_model_parallel_size or 1
@@ -216,7 +226,7 @@ def _judge(lengths: np.ndarray, config: PlanConfig, memory: RankMemory, parallel
         global_batch_documents=float(np.mean([plan.stats.documents for plan in plans])),
         microbatches_per_rank=float(np.mean([plan.num_microbatches for plan in plans])),
         fill=sum(plan.stats.tokens for plan in plans) / (budget * sum(plan.stats.microbatches for plan in plans)),
-        cut_documents=float(np.count_nonzero(lengths > budget)) / max(int(np.count_nonzero(lengths)), 1),
+        cut_documents=int(counts.counts[counts.lengths > budget].sum()) / max(counts.documents, 1),
         busy=cost / machine if machine else 1.0,
     )
 
@@ -229,7 +239,7 @@ def _choose(budgets: list[BudgetChoice]) -> BudgetChoice:
     return next(choice for choice in whole if choice.busy >= best - NEAR_BEST)
 
 
-def _buckets(lengths: np.ndarray, config_for: Callable[[int], PlanConfig], tried: tuple[int, ...]) -> list[BucketChoice]:
+def _buckets(lengths: np.ndarray | ComputedLengths, config_for: Callable[[int], PlanConfig], tried: tuple[int, ...]) -> list[BucketChoice]:
     found: list[BucketChoice] = []
     for bucket in tried:
         config = config_for(bucket)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dyn.__main__ import main
-from megatron_dyn.planning import PlanConfig, Planner
+from megatron_dyn.planning import PlanConfig, Planner, report
 from megatron_dyn.planning.pictures import bars_of_T
 from megatron_dyn.training import plan_settings
 from megatron_dyn.training.config import DataConfig
@@ -292,3 +292,14 @@ def test_lengths_from_files(tmp_path):
         read_lengths(str(tmp_path / "table.npy"))
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_lengths(str(tmp_path / "absent.txt"))
+
+
+def test_the_steps_of_a_huge_epoch_are_estimated(capsys, lengths_file, monkeypatch):
+    """Counting steps sized in tokens scans the epoch: a quarter of an hour for 10^9 documents."""
+    flags = ("--lengths", lengths_file, "--max-tokens-per-microbatch", 1024, "--global-batch-tokens", 20000, "--json")
+    counted = json.loads(plan(capsys, *flags)[1])["plans"]["corpus"]
+    monkeypatch.setattr(report, "MOST_SCANNED", 10)
+    estimated = json.loads(plan(capsys, *flags, "--steps", 3)[1])["plans"]["corpus"]
+    assert (counted["steps_estimated"], estimated["steps_estimated"]) == (False, True)
+    assert estimated["steps"] == pytest.approx(counted["steps"], rel=0.1)
+    assert f"about {estimated['steps']} steps an epoch" in plan(capsys, *flags[:-1], "--steps", 3)[1]
