@@ -122,6 +122,29 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() and tensor.device.type == "cpu" else tensor
 
 
+class HostCopy:
+    """A copy of a tensor on its way to the host: started now, read later.
+
+    Args:
+        tensor: on the compute device; may be overwritten afterwards by work of the same stream.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event = None
+        self._copy = tensor.detach().clone() if tensor.device.type == "cpu" else None
+        if self._copy is None:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> torch.Tensor:
+        """The copy; waits for the device only if it has not come that far."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._copy
+
+
 def memory_stats(*, reset_peak: bool = False) -> dict[str, int] | None:
     """Device memory in bytes: ``allocated``, ``reserved``, ``peak_allocated``, ``peak_reserved``, ``total``; None on a CPU.
 

@@ -37,7 +37,11 @@ def gpt_block_spec(
             )
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+        from megatron_dyn.layers.te_swiglu import uses_swiglu_kernel, with_swiglu_kernel
+
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        if uses_swiglu_kernel(config):
+            block = dataclasses.replace(block, layer_specs=[with_swiglu_kernel(layer) for layer in block.layer_specs])
         if config.tp_comm_overlap:
             from megatron_dyn.layers.te_overlap import with_active_shape
 

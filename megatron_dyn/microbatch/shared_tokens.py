@@ -78,7 +78,7 @@ class TokenBroadcast:
             segments = np.split(ids[first : ends[-1]], ends[:-1] - first) if len(ends) else []
             first = int(ends[-1]) if len(ends) else first
             built = build_microbatch(part, self._corpus, pad_token_id=self._pad_token_id, step=plan.step, index=index, segments=segments)
-            yield built.map(pin)
+            yield built.in_one_buffer(pin)
 
 
 def _ids_of(microbatches: Sequence[PackedMicrobatch], lengths: np.ndarray) -> Iterator[np.ndarray]:

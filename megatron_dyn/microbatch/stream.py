@@ -259,7 +259,7 @@ class StepStream:
             if not self._wait_for_room(new_step=False):
                 return False
             built = build_microbatch(planned, self._corpus, pad_token_id=self._pad_token_id, step=plan.step, index=index)
-            step.microbatches.append(built.map(pin))
+            step.microbatches.append(built.in_one_buffer(pin))
         with self._changed:
             step.complete = True
             self._changed.notify_all()

@@ -57,7 +57,9 @@ class BubbleMeter:
 
     def __init__(self, run: "RunConfig", *, first: bool):
         self._stages, self._chunks = run.parallel.pipeline_model_parallel_size, run.parallel.virtual_pipeline_model_parallel_size or 1
-        self._interval, self._measures, self._first = run.logging.log_interval, run.logging.measure_pipeline_bubble, first
+        self._interval, self._first = run.logging.log_interval, first
+        self.measures = run.logging.measure_pipeline_bubble and self._stages > 1
+        """Whether waits are measured, for which the device must have finished the step."""
 
     def of_step(self, plan: "StepPlan", stepper: "Stepper", *, iteration: int, step_time: float, computed: bool) -> dict[str, float | list[float]]:
         """Keys for the step's record. Collective over all ranks where waits are measured; the device must have finished the step.
@@ -74,7 +76,7 @@ class BubbleMeter:
             return found
         if self._first and iteration % self._interval == 0:
             found["pipeline-bubble"] = planned_bubble(plan, pipeline_parallel=self._stages, virtual_stages=self._chunks)
-        if self._measures:
+        if self.measures:
             by_stage = measured_bubble(stepper.waited_seconds / step_time)
             found["pipeline-bubble-measured"] = sum(by_stage) / len(by_stage)
             found["pipeline-bubble-measured-by-stage"] = by_stage

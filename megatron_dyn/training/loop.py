@@ -161,7 +161,10 @@ class Trainer:
                 gives_up = self._nonfinite_in_a_row >= MOST_NONFINITE_IN_A_ROW
                 policy = "give up" if gives_up else self.run.training.on_nan
                 self.log.warning(explain_nonfinite(iteration, outcome, self.stepper, plan, microbatches, self.corpus, policy))
-        device.synchronize()
+        # Nobody waits for the update on the device: the next step's kernels queue up behind it. So a step's time ends where the host is
+        # done with it, and what the device still does then counts in the next one.
+        if self._bubble.measures:
+            device.synchronize()
         PROGRESS.end_step()
         self.iteration = iteration
         self._position = self._stream.state_dict()

@@ -25,6 +25,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_dyn import device
 from megatron_dyn.microbatch import PackedMicrobatch
 from megatron_dyn.pipeline.run import ScheduleRunner
 from megatron_dyn.training.progress import PROGRESS
@@ -47,6 +48,26 @@ class StepLoss:
     def mean(self) -> float:
         """Loss per loss token; NaN when there is none."""
         return self.total / self.tokens if self.tokens else math.nan
+
+
+class _Totals:
+    """Totals of a step on their way to the host.
+
+    Args:
+        totals: [3] float64 on the compute device, of the whole step.
+        finite: bool [K], of this rank's microbatches; None where this rank has no losses.
+    """
+
+    def __init__(self, totals: torch.Tensor, finite: torch.Tensor | None):
+        self._copy, self._finite = device.HostCopy(totals), finite
+
+    def read(self) -> tuple[StepLoss, list[int]]:
+        """The loss of the step, and the positions of this rank's microbatches whose loss is not finite."""
+        total, tokens, bad_microbatches = self._copy.read().tolist()
+        bad = []
+        if bad_microbatches and self._finite is not None:
+            bad = [position for position, fine in enumerate(self._finite.tolist()) if not fine]
+        return StepLoss(total=total, tokens=int(tokens), bad_microbatches=int(bad_microbatches)), bad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +168,10 @@ class Stepper:
         Returns:
             The loss of the whole step, and the positions of this rank's microbatches whose loss is not finite (last stage only).
         """
+        return self._start(microbatches, forward_only=forward_only).read()
+
+    def _start(self, microbatches: list[PackedMicrobatch], *, forward_only: bool) -> _Totals:
+        """The same, without waiting for the device."""
         iterators = [iter(microbatches) for _ in self.models]
         T = [microbatch.T for microbatch in microbatches]
         reports = self.schedule.run(forward_step, self.models, iterators, T=T, forward_only=forward_only)
@@ -164,15 +189,16 @@ class Stepper:
                 by the wrong number; on every rank, before the update.
         """
         self._zero_gradients()
-        loss, self.bad_positions = self.forward_backward(microbatches, forward_only=False)
+        totals = self._start(microbatches, forward_only=False)
+        PROGRESS.mark("updating the weights")
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # Megatron waits for the device here; what was copied before has come
+        loss, self.bad_positions = totals.read()
         if loss.tokens != loss_tokens:
             raise RuntimeError(
                 f"the microbatches of this step hold {loss.tokens} loss tokens, its plan {loss_tokens}: loss and gradients are those of "
                 "other tokens than planned. The weights are unchanged. This is a defect; please report it"
             )
-        PROGRESS.mark("updating the weights")
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
         updated = loss.bad_microbatches == 0 and math.isfinite(grad_norm)
         if updated:
             self._update(grad_norm)
@@ -232,19 +258,17 @@ class Stepper:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def _total(self, microbatches: list[PackedMicrobatch], reports: list[dict]) -> tuple[StepLoss, list[int]]:
+    def _total(self, microbatches: list[PackedMicrobatch], reports: list[dict]) -> _Totals:
         """Sum over microbatches and data-parallel ranks on the last stage, then tell the other stages."""
         where = microbatches[0].tokens.device
         totals = torch.zeros(3, dtype=torch.float64, device=where)
-        bad: list[int] = []
+        finite = None
         if reports:
             sums = torch.stack([report["total"] for report in reports])
             finite = sums.isfinite()
             totals[0] = sums.sum()
             totals[1] = torch.stack([report["tokens"] for report in reports]).double().sum()
             totals[2] = (~finite).sum()
-            if not bool(finite.all()):
-                bad = [position for position, fine in enumerate(finite.tolist()) if not fine]
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         if parallel_state.get_pipeline_model_parallel_world_size() > 1:
             dist.broadcast(
@@ -252,5 +276,4 @@ class Stepper:
                 src=parallel_state.get_pipeline_model_parallel_last_rank(),
                 group=parallel_state.get_pipeline_model_parallel_group(),
             )
-        total, tokens, bad_microbatches = totals.tolist()
-        return StepLoss(total=total, tokens=int(tokens), bad_microbatches=int(bad_microbatches)), bad
+        return _Totals(totals, finite)

@@ -83,6 +83,25 @@ def test_te_in_bf16_is_near_the_local_layers_in_fp32(one_rank, changes):
         assert cosine > 0.98 or expected_gradient.norm() < 1e-4, f"{name}: {cosine}"
 
 
+@needs_te
+@pytest.mark.parametrize("T", [2, 77, 4096])
+def test_the_swiglu_kernel_against_fp32(one_rank, T):
+    from megatron_dyn.layers.te_swiglu import SwiGLUMLP, _SwiGLU
+
+    assert type(build("te", "bf16").decoder.layers[0].mlp) is SwiGLUMLP
+    assert type(build("te", "bf16", swiglu=False).decoder.layers[0].mlp) is not SwiGLUMLP
+    generator = torch.Generator(device=device.compute_device()).manual_seed(T)
+    x, gradient = (torch.randn(T, 1, size, generator=generator, device=generator.device) for size in (512, 256))
+    x_low = x.bfloat16().requires_grad_()
+    _SwiGLU.apply(x_low).backward(gradient.bfloat16())
+    exact = x_low.detach().double().requires_grad_()
+    gate, linear = exact.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * linear
+    expected.backward(gradient.bfloat16().double())
+    torch.testing.assert_close(_SwiGLU.apply(x_low).double(), expected, rtol=8e-3, atol=1e-6)  # one rounding to bf16
+    torch.testing.assert_close(x_low.grad.double(), exact.grad, rtol=8e-3, atol=1e-6)
+
+
 def test_local_attention_equals_one_document_at_a_time(one_rank):
     packed = build("local", "fp32")
     losses, _ = losses_and_gradients(packed)

@@ -181,6 +181,25 @@ def test_a_plan_that_contradicts_itself_is_refused(field, value):
         build_microbatch(plan, ListCorpus(documents), step=0, index=0)
 
 
+def test_one_buffer_holds_every_tensor_and_moves_as_one():
+    microbatch = build(documents_of([3, 2, 7]))
+    together = microbatch.in_one_buffer()
+    check_microbatch(together, documents_of([3, 2, 7]))
+    packed = together.packed_seq_params
+    assert packed.cu_seqlens_q is packed.cu_seqlens_kv
+    tensors = [together.tokens, together.labels, together.position_ids, together.loss_mask, packed.cu_seqlens_q, packed.cu_seqlens_q_padded]
+    whole = together.buffer.untyped_storage()
+    assert all(tensor.untyped_storage().data_ptr() == whole.data_ptr() for tensor in tensors)
+    spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:])), "tensors overlap"
+    moved = together.to("meta")
+    assert moved.buffer.device.type == moved.tokens.device.type == moved.packed_seq_params.cu_seqlens_kv_padded.device.type == "meta"
+    assert (moved.tokens.shape, moved.loss_mask.dtype) == (microbatch.tokens.shape, microbatch.loss_mask.dtype)
+    assert moved.packed_seq_params.cu_seqlens_q is moved.packed_seq_params.cu_seqlens_kv
+    assert together.to("cpu") is together
+    assert together.map(torch.clone).buffer is None, "copies are no views of the buffer"
+
+
 def test_moving_a_microbatch_keeps_shared_tensors_shared():
     microbatch = build(documents_of([3, 2]))
     calls = []
