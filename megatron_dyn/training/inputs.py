@@ -4,13 +4,13 @@
 import importlib.util
 
 from megatron_dyn import device
-from megatron_dyn.corpus import CorpusSplits, open_corpus
-from megatron_dyn.planning import Planner, PlanError
+from megatron_dyn.corpus import Corpus, CorpusSplits, open_corpus
+from megatron_dyn.planning import PlanConfig, Planner, PlanError
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import rank_from_environment, world_size_from_environment
 from megatron_dyn.training.folders import require_continuation, require_writable
 from megatron_dyn.training.model_config import check_positions
-from megatron_dyn.training.plan_from_settings import vocabulary
+from megatron_dyn.training.plan_from_settings import in_flags, vocabulary
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.userbuffers.choice import choose_backend
 
@@ -66,19 +66,28 @@ class Inputs:
         self._make_planners(run)
 
     def _make_planners(self, run: RunConfig) -> None:
-        self.planner = Planner(self.splits.train.lengths, self.plan_config, fingerprint=self.splits.train.fingerprint)
+        self.planner = _planner_of(self.splits.train, self.plan_config, "")
         self.validation_planner = None
         if run.training.eval_iters and self.splits.valid is not None:
-            valid = self.splits.valid
-            try:
-                self.validation_planner = Planner(valid.lengths, self._validation_plan_config, fingerprint=valid.fingerprint)
-            except PlanError as error:
-                raise PlanError(f"the validation documents (--split {run.data.split}) cannot be planned: {error}") from error
+            refusal = f"the validation documents (--split {run.data.split}) cannot be planned: "
+            self.validation_planner = _planner_of(self.splits.valid, self._validation_plan_config, refusal)
         try:
             for planner in filter(None, (self.planner, self.validation_planner)):
-                check_positions(run.model, planner.longest_piece)
+                check_positions(run.model, planner.longest_piece, joined=planner.config.microbatching == "concat-chunk")
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+
+def _planner_of(corpus: Corpus, config: PlanConfig, refusal: str) -> Planner:
+    """The planner of a corpus.
+
+    Raises:
+        PlanError: `refusal`, then why, in words of flags.
+    """
+    try:
+        return Planner(corpus.lengths, config, fingerprint=corpus.fingerprint)
+    except PlanError as error:
+        raise PlanError(refusal + in_flags(str(error))) from error
 
 
 def layers_for(run: RunConfig) -> str:

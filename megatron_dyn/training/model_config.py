@@ -199,19 +199,22 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
     require(value in allowed, f"{_flag(name)} {value!r} is not known: use one of {', '.join(str(a) for a in allowed if a is not None)}")
 
 
-def check_positions(model: ModelConfig, longest_piece: int) -> None:
+def check_positions(model: ModelConfig, longest_piece: int, *, joined: bool) -> None:
     """Refuse documents that learned positions do not reach: their positions count from 0 in each piece.
 
     Args:
         longest_piece: most tokens in a piece of any step (`Planner.longest_piece`).
+        joined: documents are joined and cut every B tokens (concat-chunk), so that only B makes pieces shorter.
 
     Raises:
         ValueError: the table is too short.
     """
+    table = model.max_position_embeddings
+    shorter = f"--max-tokens-per-microbatch {table}" if joined else f"--max-sum-squares-per-microbatch {table**2}"
     require(
-        model.position_embedding_type != "learned_absolute" or model.max_position_embeddings >= longest_piece,
-        f"learned positions end at --max-position-embeddings {model.max_position_embeddings}, but there are pieces of {longest_piece} tokens: their "
-        f"positions would run past the table; raise it, use rope, or cut pieces shorter with --max-sum-squares-per-microbatch {model.max_position_embeddings**2}",
+        model.position_embedding_type != "learned_absolute" or table >= longest_piece,
+        f"learned positions end at --max-position-embeddings {table}, but there are pieces of {longest_piece} tokens: their "
+        f"positions would run past the table; raise it, use rope, or cut pieces shorter with {shorter}",
     )
 
 

@@ -83,7 +83,7 @@ def _plan(request: PlanRequest) -> tuple[Planned, PlanConfig, list[Section], dic
     began = time.perf_counter()
     planner = Planner(request.lengths, config, request.fingerprint)
     if request.model is not None:
-        check_positions(request.model, planner.longest_piece)
+        check_positions(request.model, planner.longest_piece, joined=config.microbatching == "concat-chunk")
     opened = time.perf_counter() - began
     steps = request.get("steps", min(DEFAULT_STEPS, planner.steps_per_epoch(at_most=DEFAULT_STEPS)))
     planned = report_on(

@@ -232,11 +232,28 @@ def test_learned_positions_must_reach_the_longest_piece_and_no_further(tmp_path,
             writer.add_document([5, 6, 7, 8, 9, 10, 11])
     learned = ["--position-embedding-type", "learned_absolute", "--max-position-embeddings", str(table)]
     run = parse_arguments([*MINIMAL, "--split", "50,50", "--data-path", str(tmp_path / "corpus"), *learned, *flags], world_size=1)
-    if refused:
-        with pytest.raises(ConfigError, match="run past the table"):
-            Inputs(run)
-    else:
+    if not refused:
         Inputs(run)
+        return
+    with pytest.raises(ConfigError, match="run past the table.* cut pieces shorter with ") as caught:
+        Inputs(run)
+    way_out = str(caught.value).rsplit("cut pieces shorter with ")[1].split()
+    Inputs(parse_arguments([*MINIMAL, "--split", "50,50", "--data-path", str(tmp_path / "corpus"), *learned, *flags, *way_out], world_size=1))
+
+
+@pytest.mark.parametrize("cap, root", [([], 512), (["--max-sum-squares-per-microbatch", "49"], 7)])
+@pytest.mark.parametrize("lengths, validation", [((700, 7), False), ((7, 700), True)])
+def test_what_the_planner_refuses_is_said_in_flags(tmp_path, cap, root, lengths, validation, capsys):
+    with IndexedWriter(tmp_path / "corpus", vocab_size=100) as writer:
+        for length in lengths:
+            writer.add_document([5] * length)
+    path = ["--data-path", str(tmp_path / "corpus"), "--split", "50,50"]
+    assert main([*MINIMAL, *path, *cap, "--oversize", "error"]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    raised = cap[0] if cap else "--max-tokens-per-microbatch"
+    assert f"--oversize error refuses them; raise {raised} or choose --oversize split, truncate or drop" in found and f"{root} tokens" in found
+    assert ("the validation documents (--split 50,50) cannot be planned: " in found) == validation
+    assert not re.search(r"oversize=|max_\w+_per_microbatch", found)
 
 
 def test_tasks_of_slurm_without_torchrun_are_refused(monkeypatch, capsys):
