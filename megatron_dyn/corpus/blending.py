@@ -129,17 +129,19 @@ def blended_order(lengths_per_corpus: Sequence[np.ndarray], weights: Sequence[fl
             f"--data-path: weights {[round(weight, 6) for weight in weights]} on corpora of {sizes} tokens repeat the small ones so often that an "
             f"epoch has {epoch_documents:.3g} documents (at most {MAX_EPOCH_DOCUMENTS}); give the small corpora smaller weights"
         )
-    found, places, begin = [], [], 0
+    chosen = []
     for i, (lengths, size, weight) in enumerate(zip(lengths_per_corpus, sizes, weights)):
         passes = weight * epoch_tokens / size
         whole = int(passes + 1e-9)  # the corpus that appears once must not fall to 0.999... passes
         rest = fraction_of_documents(lengths, max(0.0, passes - whole) * size, np.random.default_rng([seed, i]))
-        documents = np.concatenate([np.arange(len(lengths), dtype=np.int32)] * whole + [rest.astype(np.int32)])
+        chosen.append(np.concatenate([np.arange(len(lengths), dtype=np.int32)] * whole + [rest.astype(np.int32)]))
+    places, begin, first = np.empty(sum(map(len, chosen))), 0, 0
+    for documents, lengths in zip(chosen, lengths_per_corpus):
         sizes_here = lengths[documents]
         passed = np.cumsum(sizes_here, dtype=np.int64)
-        places.append((passed - sizes_here / 2) / passed[-1])
-        found.append(documents + np.int32(begin))  # each corpus appears once at least: all of them are within MAX_EPOCH_DOCUMENTS
-        begin += len(lengths)
-    order = np.argsort(np.concatenate(places), kind="stable")
+        places[begin : begin + len(documents)] = (passed - sizes_here / 2) / passed[-1]
+        documents += np.int32(first)  # each corpus appears once at least: all of them are within MAX_EPOCH_DOCUMENTS
+        begin, first = begin + len(documents), first + len(lengths)
+    order = np.argsort(places, kind="stable")
     del places
-    return np.concatenate(found)[order]
+    return np.concatenate(chosen)[order]

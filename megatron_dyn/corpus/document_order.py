@@ -15,6 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+FEW = 8
+"""Files up to which comparing with each bound is quicker than bisection."""
+
 
 class DocumentOrder:
     """An epoch's documents.
@@ -78,7 +81,12 @@ class DocumentOrder:
     def _files_of(self, places: np.ndarray) -> np.ndarray:
         if len(self._firsts) == 1:
             return np.zeros(len(places), dtype=np.int64)
-        return np.searchsorted(self._bounds, places, side="right") - 1
+        if len(self._firsts) > FEW:
+            return np.searchsorted(self._bounds, places, side="right") - 1
+        files = np.zeros(len(places), dtype=np.int64)
+        for bound in self._bounds[1:-1]:
+            files += places >= bound
+        return files
 
     def _documents_of(self, places: np.ndarray, files: np.ndarray) -> np.ndarray:
         return places + (np.asarray(self._firsts) - self._bounds[:-1])[files]

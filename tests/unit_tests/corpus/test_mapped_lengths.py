@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lengths and orders computed from mapped arrays: equal to arrays with an entry for each document, and to the fingerprints of old runs."""
 
+import bisect
 import pickle
 import struct
 import tracemalloc
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dyn.corpus import CorpusError, IndexedReader, computed_lengths, indexed_reader, length_counts, open_corpus
+from megatron_dyn.corpus import CorpusError, IndexedReader, computed_lengths, document_order, indexed_reader, length_counts, open_corpus
 from megatron_dyn.corpus import corpus as corpus_module
 from megatron_dyn.corpus.computed_lengths import Starts
 from megatron_dyn.corpus.document_order import DocumentOrder
@@ -141,8 +142,10 @@ def check_against_reference(pairs, name) -> None:
 UNWEIGHTED = [name for name, path in DATA_PATHS.items() if set(path) <= {"A", "M", "B"}]
 
 
+@pytest.mark.parametrize("few", [0, 8])
 @pytest.mark.parametrize("name", UNWEIGHTED)
-def test_lengths_are_those_of_the_index(pairs, name):
+def test_lengths_are_those_of_the_index(pairs, monkeypatch, name, few):
+    monkeypatch.setattr(document_order, "FEW", few)
     check_against_reference(pairs, name)
 
 
@@ -155,7 +158,7 @@ def without_the_end(self, documents):
     [
         (Starts, "at", without_the_end, "several sequences"),
         (DocumentOrder, "_documents_of", lambda self, places, files: places, "no weights"),
-        (DocumentOrder, "_files_of", lambda self, places: np.searchsorted(self._bounds, places) - 1, "no weights"),
+        (DocumentOrder, "one", lambda self, place: (bisect.bisect_left(self._bounds, place) - 1, place), "no weights"),
     ],
 )
 def test_broken_lengths_are_noticed(pairs, monkeypatch, owner, method, broken, name):
