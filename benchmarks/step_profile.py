@@ -105,19 +105,17 @@ class Samples:
         self.owners: collections.Counter = collections.Counter()
         self.lines: collections.Counter = collections.Counter()
 
-    @contextlib.contextmanager
-    def taken(self):
-        main, done = threading.get_ident(), threading.Event()
-        thread = threading.Thread(target=self._watch, args=(main, done), daemon=True)
-        before = sys.getswitchinterval()
+    def start(self) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(threading.get_ident(), self._done), daemon=True)
+        self._before = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)  # else a sample waits for up to 5 ms, until the main thread lets go
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-            sys.setswitchinterval(before)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._done.set()
+        self._thread.join()
+        sys.setswitchinterval(self._before)
 
     def _watch(self, main: int, done: threading.Event) -> None:
         while not done.wait(0.001):
@@ -180,7 +178,7 @@ def new_shapes(stepper: Stepper, run, vocab_size: int, *, budget: int, rounds: i
             took[name].append(timed(batch) / sum(microbatch.T for microbatch in batch) * base)
     median = {name: statistics.median(values) for name, values in took.items()}
     return {
-        "T": base, "microbatches": count, "rounds": rounds, "milliseconds_a_microbatch": {name: 1e3 * value / count for name, value in median.items()},
+        "T": base, "microbatches": count, "rounds": rounds, "milliseconds_a_microbatch": {name: 1e3 * value for name, value in median.items()},
         "ratio": {name: value / median["one T"] for name, value in median.items()}, "seconds": took,
     }  # fmt: skip
 
@@ -215,35 +213,38 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     own = parser.parse_args()
     flags = (
-        f"{MODELS[own.model]} {PRECISIONS[own.precision]} {RECOMPUTE[own.recompute]} --swiglu --untie-embeddings-and-output-weights "
+        f"{MODELS[own.model]} {PRECISIONS[own.precision]} --swiglu --untie-embeddings-and-output-weights "
         f"--data-path none --vocab-size {own.vocab_size} --max-tokens-per-microbatch {own.budget} --global-batch-size {own.documents} "
         f"--lr 1e-4 --train-iters 100000 --eval-iters 0 {own.run_flags}"
     )
     harness = Harness(parse_arguments(flags.split(), world_size=world_size_from_environment()), own.vocab_size, own.steps, 3)
+    harness.recompute(own.recompute)
     corpus = open_corpus([own.data_path], split="100", seed=1, vocab_size=own.vocab_size).train
     first = dist.get_rank() == 0
     own.output.mkdir(parents=True, exist_ok=True)
 
     waits = Waits()
-    trainer, _ = harness.trainer(corpus, budget=own.budget, documents=own.documents, steps=3)  # warms up
+    settings = harness.settings(corpus, budget=own.budget, documents=own.documents)
+    trainer, _ = harness.trainer(corpus, *settings, begin=0, steps=3)  # warms up
     train(trainer)
-    trainer, _ = harness.trainer(corpus, budget=own.budget, documents=own.documents, steps=2, begin=3)
+    trainer, _ = harness.trainer(corpus, *settings, begin=3, steps=2)
     with waits.counted():
         train(trainer)
-    trainer, records = harness.trainer(corpus, budget=own.budget, documents=own.documents, steps=own.steps, begin=5)
+    trainer, records = harness.trainer(corpus, *settings, begin=5, steps=1 + own.steps)
     samples = Samples(set(waits.found))
-    with samples.taken():
-        train(trainer)
-    steps = [{"seconds": record.step_time, "tokens": plan.stats.tokens, "T": list(record.T)} for record, plan in records.steps]
-    operations = [harness.operations.of_sums(plan.stats.tokens, plan.stats.squared_tokens) for _, plan in records.steps]
-    trainer, _ = harness.trainer(corpus, budget=own.budget, documents=own.documents, steps=2, begin=5 + own.steps)
+    # The first step waits for its documents (nothing was prefetched), and after the last one the loop is taken down.
+    after_steps(trainer, {1: samples.start, 1 + own.steps: samples.end})
+    train(trainer)
+    steps = records.steps[1:]
+    operations = [harness.operations.of_sums(plan.stats.tokens, plan.stats.squared_tokens) for _, plan in steps]
+    trainer, traced_records = harness.trainer(corpus, *settings, begin=6 + own.steps, steps=2)
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if device.has_gpu() else [])
     with torch.profiler.profile(activities=activities) as traced:
         train(trainer)
     found = {
         "device": device.device_name(), "torch": torch.__version__, "parameters": harness.parameters, "settings": {k: str(v) for k, v in vars(own).items() if k not in ("output", "data_path")},
         "bf16_product_flops": harness.rate, "copy_bytes_per_second": copy_rate(),
-        "steps": steps, "operations": operations, "waits_in_two_steps": dict(waits.found.most_common()), "host": samples.shares(),
+        "steps": described(steps), "operations": operations, "traced_steps": described(traced_records.steps), "waits_in_two_steps": dict(waits.found.most_common()), "host": samples.shares(),
     }  # fmt: skip
     if own.rounds:
         found["shapes"] = new_shapes(trainer.stepper, harness.run, own.vocab_size, budget=own.budget, rounds=own.rounds)
@@ -257,6 +258,23 @@ def main() -> None:
         print(json.dumps({name: found[name] for name in ("waits_in_two_steps", "host")} | {"shapes": {k: v for k, v in found.get("shapes", {}).items() if k != "seconds"}}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def described(steps: list) -> list[dict]:
+    return [{"seconds": record.step_time, "tokens": plan.stats.tokens, "T": list(record.T)} for record, plan in steps]
+
+
+def after_steps(trainer, calls: dict) -> None:
+    """Call something when a number of steps is done."""
+    record, done = trainer.log.step, 0
+
+    def recording(*args):
+        nonlocal done
+        record(*args)
+        done += 1
+        calls.get(done, lambda: None)()
+
+    trainer.log.step = recording
 
 
 def train(trainer) -> None:

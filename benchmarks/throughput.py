@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real tokens a second of the ways of making microbatches, on one model, with the training loop of a run; one table.
 
-    python benchmarks/throughput.py --data-path mix=PREFIX gsm8k=PREFIX --vocab-size 32000 --model 0.6b --output runs/throughput
+    python benchmarks/throughput.py --data-path mix=PREFIX gsm8k=PREFIX@2 --vocab-size 32000 --model 0.6b --output runs/throughput
     torchrun --nproc-per-node 8 benchmarks/throughput.py ... --run-flags "--tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap"
 
-The model is built once; each cell (corpus, budget, way) then trains some steps of the same documents with `training.loop.Trainer`:
-planning, prefetch, agreement, update and record are all in the time. The first steps of a cell are left out.
-"pad-to-max" would take minutes a step on a heavy tail: it runs the first documents of each step only, and its rows a second, which do
-not depend on the documents, times the share of real tokens in the whole steps are its real tokens a second.
+The model is built once; for each recomputation, corpus and budget, all ways then train the same documents, a few steps each in turn,
+with `training.loop.Trainer`: planning, prefetch, agreement, update and record are all in the time. The first step of a turn is left
+out. "/ dynamic" compares with the first way step by step (the same documents), and is the median of the steps. "pad-to-max" would take minutes a step on
+a heavy tail: it runs the first documents of each step only, about as many rows as the others, and its rows a second, which do not
+depend on the documents, times the share of real tokens in the whole steps are its real tokens a second.
 
 MFU counts the operations of the real tokens (attention by the squared lengths that it spans, no recomputation) against the rate of a bf16
 product of 8192 x 8192 x 8192 measured in the same process. Writes throughput.json, and the table to standard output.
@@ -49,9 +50,9 @@ MODELS = {
 }
 PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp8": "--bf16 --fp8 hybrid"}
 RECOMPUTE = {
-    "none": "",
-    "selective": "--recompute-granularity selective",
-    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "none": dict(recompute_granularity=None, recompute_method=None, recompute_num_layers=None, recompute_modules=None),
+    "mlp": dict(recompute_granularity="selective", recompute_method=None, recompute_num_layers=None, recompute_modules=["mlp"]),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, recompute_modules=None),
 }
 
 
@@ -94,24 +95,32 @@ class Harness:
         self.run, self.vocab_size, self.count, self.warmup = run, vocab_size, steps, warmup
         backend, layers = prepare_device(run)
         initialize(run.parallel, backend=backend, seed=run.training.seed)
-        config, chunks, _ = run_model(run, vocab_size=vocab_size, layers=layers, process_group_backend=backend)
+        self.config, chunks, _ = run_model(run, vocab_size=vocab_size, layers=layers, process_group_backend=backend)
         self.parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-        self.models = wrap_models(chunks, config, run.parallel)
+        self.models = wrap_models(chunks, self.config, run.parallel)
         self.optimizer, self.scheduler = build_optimizer(run, self.models)
         padded = padded_vocab_size(vocab_size, run.model.make_vocab_size_divisible_by, run.parallel.tensor_model_parallel_size)
         self.operations = run.model.cost_model(padded)
         self.rate = matrix_rate()
         self.ranks = run.parallel.data_parallel_size(world_size_from_environment())
 
-    def trainer(
-        self, corpus, *, budget: int, documents: int, steps: int, way: str = "dynamic", bucket: int = 1, begin: int = 0
-    ) -> tuple[Trainer, Records]:
+    def recompute(self, what: str) -> None:
+        """From now on recompute this in the backward pass (a key of `RECOMPUTE`); the layers look it up in each forward pass."""
+        for module in (module for model in self.models for module in model.modules()):
+            if hasattr(module, "recompute_mlp"):
+                module.recompute_mlp = what == "mlp"
+        vars(self.config).update(RECOMPUTE[what])
+
+    def settings(self, corpus, *, budget: int, documents: int, way: str = "dynamic") -> tuple[RunConfig, Planner]:
+        """Of one way of making microbatches; "dynamic/256" has that token bucket."""
+        way, _, bucket = way.partition("/")
+        changes = dict(max_tokens_per_microbatch=budget, microbatching=way, token_bucket=int(bucket or 1), global_batch_size=documents)
+        run = dataclasses.replace(self.run, data=dataclasses.replace(self.run.data, **changes))
+        return run, Planner(corpus.lengths, run.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
+
+    def trainer(self, corpus, run: RunConfig, planner: Planner, *, begin: int, steps: int) -> tuple[Trainer, Records]:
         """A training loop of `steps` steps from step `begin` of the documents on, and where its records go."""
-        data = dataclasses.replace(
-            self.run.data, max_tokens_per_microbatch=budget, microbatching=way, token_bucket=bucket, global_batch_size=documents
-        )
-        run = dataclasses.replace(self.run, data=data, training=dataclasses.replace(self.run.training, train_iters=begin + steps))
-        planner = Planner(corpus.lengths, run.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
+        run = dataclasses.replace(run, training=dataclasses.replace(run.training, train_iters=begin + steps))
         rank, records = parallel_state.get_data_parallel_rank(), Records()
         sampler = TokenBudgetBatchSampler(planner, data_parallel_rank=rank)
         sampler.step = begin
@@ -131,42 +140,60 @@ class Harness:
         )
         return made, records
 
-    def cell(self, corpus, *, budget: int, way: str, bucket: int, documents: int, profile: Path | None = None) -> dict:
-        """Train some steps in one way; what was measured."""
-        trainer, records = self.trainer(corpus, budget=budget, documents=documents, steps=self.warmup + self.count, way=way, bucket=bucket)
-        run = trainer.run
+    def cells(self, corpus, *, budget: int, ways: list[str], documents: int, rounds: int, until: float):
+        """Each way trains `steps` steps a round, in turn, so that a disturbance of the machine meets all of them; rows of the table."""
+        made, taken = {}, {way: {"steps": [], "wall": 0.0, "memory": {}, "retries": 0} for way in ways}
+        for way in ways:
+            run, planner = self.settings(corpus, budget=budget, documents=documents, way=way)
+            whole = [planner.plan(step).stats for step in range(self.warmup, self.warmup + self.count)]
+            computed = documents
+            if way == "pad-to-max":
+                rows = min(budget, int(corpus.lengths.max()))
+                computed = min(documents, max(4, round(sum(of.tokens for of in whole) / len(whole) / rows)))
+                run, planner = self.settings(corpus, budget=budget, documents=computed, way=way)
+            made[way] = run, planner, computed, whole
+        for number in range(rounds):
+            for way in ways:
+                if time.perf_counter() < until:
+                    self._train(corpus, *made[way][:2], begin=number * (self.warmup + self.count), into=taken[way])
+        rows = []
+        for way in ways:
+            if not taken[way]["steps"]:
+                continue
+            _, _, computed, whole = made[way]
+            found = {"way": way, "documents": computed} | self._measured(**taken[way])
+            if computed != documents:
+                share = sum(of.tokens for of in whole) / sum(of.slots for of in whole)
+                factor = share * found["slot_tokens_per_second"] / found["tokens_per_second"]
+                found |= {"tokens_per_second": found["tokens_per_second"] * factor, "spread": [value * factor for value in found["spread"]]}
+                found["mfu"] = None  # of other documents
+            rows.append(found | {"against_dynamic": against(rows[0] if rows else found, found)})
+        return rows
+
+    def _train(self, corpus, run: RunConfig, planner: Planner, *, begin: int, into: dict) -> None:
+        trainer, records = self.trainer(corpus, run, planner, begin=begin, steps=self.warmup + self.count)
         if device.has_gpu():
             torch.cuda.empty_cache()
         device.memory_stats(reset_peak=True)
-        retries = _retries()
-        stop = StopRequest()
-        began = time.perf_counter()
-        if profile is None:
-            trainer.train(stop)
-        else:
-            _profiled(trainer, stop, profile)
-        wall = time.perf_counter() - began
+        retries, stop, began = _retries(), StopRequest(), time.perf_counter()
+        trainer.train(stop)
+        device.synchronize()
+        into["wall"] += time.perf_counter() - began
         stop.close()
-        found = self._measured(records.steps[self.warmup :], wall, retries)
-        if documents != self.run.data.global_batch_size:
-            whole = dataclasses.replace(run, data=dataclasses.replace(run.data, global_batch_size=self.run.data.global_batch_size))
-            planner = Planner(corpus.lengths, whole.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
-            stats = [planner.plan(step).stats for step in range(self.warmup, self.warmup + self.count)]
-            share = sum(of.tokens for of in stats) / sum(of.slots for of in stats)
-            factor = share * found["slot_tokens_per_second"] / found["tokens_per_second"]
-            found |= {"tokens_per_second": found["tokens_per_second"] * factor, "spread": [value * factor for value in found["spread"]]}
-            found["mfu"] = None  # of other documents
-        return found
+        into["steps"] += records.steps[self.warmup :]
+        into["retries"] += _retries() - retries
+        for name, value in (device.memory_stats() or {}).items():
+            into["memory"][name] = max(value, into["memory"].get(name, 0))
 
-    def _measured(self, steps: list, wall: float, retries: int) -> dict:
+    def _measured(self, *, steps: list, wall: float, memory: dict, retries: int) -> dict:
         seconds = [record.step_time for record, _ in steps]
         speeds = [record.num_tokens / record.step_time for record, _ in steps]
         total, tokens = sum(seconds), sum(record.num_tokens for record, _ in steps)
         slots = sum(plan.stats.slots for _, plan in steps)
         operations = sum(self.operations.of_sums(plan.stats.tokens, plan.stats.squared_tokens) for _, plan in steps)
-        memory = device.memory_stats() or {}
         return {
             "steps": len(steps),
+            "seconds": seconds,
             "tokens_per_second": tokens / total,
             "spread": [min(speeds), max(speeds)],
             "slot_tokens_per_second": slots / total,
@@ -177,7 +204,7 @@ class Harness:
             "data_share": sum(record.data_time for record, _ in steps) / total,
             "peak_allocated_gib": memory.get("peak_allocated", 0) / 2**30,
             "peak_reserved_gib": memory.get("peak_reserved", 0) / 2**30,
-            "allocator_retries": _retries() - retries,
+            "allocator_retries": retries,
             "last_loss": steps[-1][0].lm_loss,
             "wall_seconds": wall,
         }
@@ -187,40 +214,30 @@ def _retries() -> int:
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if device.has_gpu() else 0
 
 
-def _profiled(trainer: Trainer, stop: StopRequest, path: Path) -> None:
-    """Train under torch's profiler; the trace, and a table of kernels and of the host's waits, of all steps."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if device.has_gpu() else [])
-    with torch.profiler.profile(activities=activities) as found:
-        trainer.train(stop)
-    if dist.get_rank() == 0:
-        found.export_chrome_trace(str(path.with_suffix(".trace.json")))
-        key = "self_device_time_total" if device.has_gpu() else "self_cpu_time_total"
-        path.with_suffix(".profile.txt").write_text(found.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data-path", nargs="+", required=True, metavar="NAME=PREFIX", help=".bin/.idx corpora")
+    parser.add_argument("--data-path", nargs="+", required=True, metavar="NAME=PREFIX[@N]", help=".bin/.idx corpora; @N: N times as many documents a step")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--model", choices=MODELS, default="0.6b")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
+    parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=["none"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[8192, 32768])
-    parser.add_argument("--ways", nargs="+", default=[*MICROBATCHINGS, "dynamic/256"], help="a number behind / is a --token-bucket")
-    parser.add_argument("--documents", type=int, default=512, help="in a step")
-    parser.add_argument("--documents-padded", type=int, default=32, help="in a step of pad-to-max")
+    parser.add_argument("--documents", nargs="+", type=int, default=[128, 256], help="in a step, of each budget")
+    parser.add_argument("--ways", nargs="+", default=["dynamic", "dynamic/256", *MICROBATCHINGS[1:]], help="a number behind / is a --token-bucket")
     parser.add_argument("--documents-per-microbatch", type=int, default=8, help="of fixed-count")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further cell after so long")
-    parser.add_argument("--profile", action="store_true", help="one more round of dynamic steps under torch's profiler")
+    parser.add_argument("--rounds", type=int, default=2, help="all ways take turns so often")
+    parser.add_argument("--steps", type=int, default=4, help="measured in a round")
+    parser.add_argument("--warmup", type=int, default=1, help="steps of a round that are left out")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing more after so long")
     parser.add_argument("--run-flags", default="", help="more flags of pretrain_gpt_thd.py")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     own = parser.parse_args()
+    if len(own.documents) != len(own.budgets):
+        parser.error(f"{len(own.documents)} numbers of --documents for {len(own.budgets)} --budgets: give one for each")
     began = time.perf_counter()
     flags = (
-        f"{MODELS[own.model]} {PRECISIONS[own.precision]} {RECOMPUTE[own.recompute]} --swiglu --untie-embeddings-and-output-weights "
-        f"--data-path none --vocab-size {own.vocab_size} --max-tokens-per-microbatch {max(own.budgets)} --global-batch-size {own.documents} "
+        f"{MODELS[own.model]} {PRECISIONS[own.precision]} --swiglu --untie-embeddings-and-output-weights "
+        f"--data-path none --vocab-size {own.vocab_size} --max-tokens-per-microbatch {max(own.budgets)} --global-batch-size {max(own.documents)} "
         f"--documents-per-microbatch {own.documents_per_microbatch} --lr 1e-4 --train-iters 100000 --eval-iters 0 {own.run_flags}"
     )
     harness = Harness(parse_arguments(flags.split(), world_size=world_size_from_environment()), own.vocab_size, own.steps, own.warmup)
@@ -229,45 +246,53 @@ def main() -> None:
     if first:
         own.output.mkdir(parents=True, exist_ok=True)
         rate = f", {harness.rate / 1e12:.0f} TFLOP/s in a bf16 product" if harness.rate else ""
-        print(f"{own.model}: {harness.parameters / 1e6:.0f}M parameters, {own.precision}, recompute {own.recompute}; {device.device_name()}{rate}")
-        print(f"{'corpus':<10}{'B':>7} {'way':<14}{'tokens/s':>10}{'(min, max)':>18}{'slots/s':>10}{'step s':>8}{'mb':>6}{'T':>5}{'MFU':>7}{'data':>7}{'GiB':>7}{'retries':>8}")
-    for name, prefix in (word.split("=", 1) for word in own.data_path):
-        corpus = open_corpus([prefix], split="100", seed=1, vocab_size=own.vocab_size).train
-        for budget in own.budgets:
-            for word in own.ways:
-                if time.perf_counter() - began > own.seconds:
-                    continue
-                way, _, bucket = word.partition("/")
-                documents = own.documents_padded if way == "pad-to-max" else own.documents
-                found = harness.cell(corpus, budget=budget, way=way, bucket=int(bucket or 1), documents=documents)
-                rows.append({"corpus": name, "budget": budget, "way": word, "documents": documents, **found})
-                if first:
-                    print(line(rows[-1]), flush=True)
-                    write(own, harness, rows)
-    if own.profile:
-        harness.cell(corpus, budget=own.budgets[-1], way="dynamic", bucket=1, documents=own.documents, profile=own.output / f"{own.model}-{own.precision}")
+        print(f"{own.model}: {harness.parameters / 1e6:.0f}M parameters, {own.precision}; {device.device_name()}{rate}")
+        print(
+            f"{'recompute':<10}{'corpus':<9}{'B':>6} {'way':<14}{'tokens/s':>9}{'(min, max)':>17}{'slots/s':>9}{'/ dynamic':>10}{'step s':>8}{'mb':>5}{'T':>5}"
+            f"{'MFU':>7}{'data':>7}{'peak':>7}{'GiB':>7}{'retries':>8}"
+        )
+    for recompute in own.recompute:
+        harness.recompute(recompute)
+        for word in own.data_path:
+            name, prefix = word.split("=", 1)
+            prefix, _, times = prefix.partition("@")
+            corpus = open_corpus([prefix], split="100", seed=1, vocab_size=own.vocab_size).train
+            for budget, documents in zip(own.budgets, own.documents):
+                count = documents * int(times or 1)
+                for row in harness.cells(corpus, budget=budget, ways=own.ways, documents=count, rounds=own.rounds, until=began + own.seconds):
+                    rows.append({"recompute": recompute, "corpus": name, "budget": budget} | row)
+                    if first:
+                        print(line(rows[-1]), flush=True)
+                        write(own, harness, rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def against(dynamic: dict, row: dict) -> float:
+    """Real tokens a second as a multiple of the first way's: the median over steps with the same documents, else the ratio of the totals."""
+    if row["documents"] != dynamic["documents"]:
+        return row["tokens_per_second"] / dynamic["tokens_per_second"]
+    return statistics.median(ours / theirs for ours, theirs in zip(dynamic["seconds"], row["seconds"]))
+
+
 def line(row: dict) -> str:
     low, high = (round(value) for value in row["spread"])
-    mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
+    mfu, ratio = f"{row['mfu']:.1%}" if row["mfu"] else "-", f"{row['against_dynamic']:.3f}"
     return (
-        f"{row['corpus']:<10}{row['budget']:>7} {row['way']:<14}{row['tokens_per_second']:>10.0f}{f'({low}, {high})':>18}{row['slot_tokens_per_second']:>10.0f}"
-        f"{row['step_seconds']:>8.3f}{row['microbatches']:>6.0f}{row['distinct_T']:>5}{mfu:>7}{row['data_share']:>7.1%}{row['peak_reserved_gib']:>7.1f}"
-        f"{row['allocator_retries']:>8}"
+        f"{row['recompute']:<10}{row['corpus']:<9}{row['budget']:>6} {row['way']:<14}{row['tokens_per_second']:>9.0f}{f'({low}, {high})':>17}"
+        f"{row['slot_tokens_per_second']:>9.0f}{ratio:>10}{row['step_seconds']:>8.3f}{row['microbatches']:>5.0f}{row['distinct_T']:>5}{mfu:>7}"
+        f"{row['data_share']:>7.1%}{row['peak_allocated_gib']:>7.1f}{row['peak_reserved_gib']:>7.1f}{row['allocator_retries']:>8}"
     )
 
 
 def write(own: argparse.Namespace, harness: Harness, rows: list[dict]) -> None:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items() if name not in ("output", "seconds")}
-    settings["data_path"] = [word.split("=", 1)[0] for word in own.data_path]
+    settings["data_path"] = [word.split("=", 1)[0] for word in own.data_path]  # paths are of no interest
     about = {
         "device": device.device_name(), "parameters": harness.parameters, "bf16_product_flops": harness.rate, "ranks": dist.get_world_size(),
         "torch": torch.__version__, "megatron_dyn": megatron_dyn.__version__, "settings": settings,
     }  # fmt: skip
-    path = own.output / f"{own.model}-{own.precision}-{own.recompute}.json"
+    path = own.output / f"{own.model}-{own.precision}.json"
     path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

@@ -94,6 +94,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a folder for each run, and report/")
     parser.add_argument("--launcher", default=sys.executable, help="what starts a script (default: this Python, one rank)")
     parser.add_argument("--only", nargs="*", default=[], metavar="ARM", help="arms to make now (default: all)")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], metavar="SEED", help="seeds to make now (default: all)")
+    parser.add_argument("--no-report", action="store_true", help="make runs only: several calls may make different ones side by side")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop the run at hand after so long (it is resumed by the next call)")
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
@@ -101,7 +103,8 @@ def main() -> int:
     own.flags = words[end + 1 :]
     description = yaml.safe_load(own.description.read_text(encoding="utf-8"))
     runs, deadline = plan_of(description), time.monotonic() + own.seconds
-    chosen = [run for run in runs if not own.only or run[0].split("/")[0] in own.only]
+    wanted = {f"seed-{seed}" for seed in own.seeds}
+    chosen = [run for run in runs if (not own.only or run[0].split("/")[0] in own.only) and (not wanted or run[0].split("/")[1] in wanted)]
     for number, (name, flags, fault) in enumerate(chosen, start=1):
         folder = own.output / name
         if (folder / "summary.json").exists() and not (folder / "unfinished").exists():
@@ -115,11 +118,12 @@ def main() -> int:
         )
         if not whole:
             print(f"[{number}/{len(chosen)}] {name}: stopped at iteration {progress(folder)}; the same command goes on", flush=True)
-            report(own.output, description, runs)
+            if not own.no_report:
+                report(own.output, description, runs)
             return 2
         (folder / "unfinished").unlink()
         print(f"[{number}/{len(chosen)}] {name}: {progress(folder)} iterations, {time.monotonic() - began:.0f} s", flush=True)
-    return report(own.output, description, runs)
+    return 0 if own.no_report else report(own.output, description, runs)
 
 
 def report(output: Path, description: dict, runs: list) -> int:
