@@ -33,6 +33,7 @@ from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
 from megatron_dyn.planning.config import MICROBATCHINGS
 from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
+from megatron_dyn.training.config import DataConfig
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
 from megatron_dyn.training.inputs import prepare_device
 from megatron_dyn.training.launch import run_model
@@ -115,6 +116,8 @@ class Harness:
         """Of one way of making microbatches; "dynamic/256" has that token bucket."""
         way, _, bucket = way.partition("/")
         changes = dict(max_tokens_per_microbatch=budget, microbatching=way, token_bucket=int(bucket or 1), global_batch_size=documents)
+        if way != "fixed-count":
+            changes["documents_per_microbatch"] = DataConfig.documents_per_microbatch
         run = dataclasses.replace(self.run, data=dataclasses.replace(self.run.data, **changes))
         return run, Planner(corpus.lengths, run.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
 
@@ -238,7 +241,7 @@ def main() -> None:
     flags = (
         f"{MODELS[own.model]} {PRECISIONS[own.precision]} --swiglu --untie-embeddings-and-output-weights "
         f"--data-path none --vocab-size {own.vocab_size} --max-tokens-per-microbatch {max(own.budgets)} --global-batch-size {max(own.documents)} "
-        f"--documents-per-microbatch {own.documents_per_microbatch} --lr 1e-4 --train-iters 100000 --eval-iters 0 {own.run_flags}"
+        f"--microbatching fixed-count --documents-per-microbatch {own.documents_per_microbatch} --lr 1e-4 --train-iters 100000 --eval-iters 0 {own.run_flags}"
     )
     harness = Harness(parse_arguments(flags.split(), world_size=world_size_from_environment()), own.vocab_size, own.steps, own.warmup)
     first = dist.get_rank() == 0

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_IN_WORDS = {"null": "not given", "true": "yes", "false": "no"}
+"""JSON's words -> a reader's."""
+
 ABSENT = -(2**63) + 1
 """A word of a rank that has no say in it: below every digest and below every negated one."""
 
@@ -181,7 +184,7 @@ def losing_a_rank_during(what: str) -> Iterator[None]:
 
 
 def _describe_differences(held: list[str]) -> str:
-    """'a on ranks 0-2; b on ranks 3'; of JSON objects, that for each entry that differs."""
+    """'a on ranks 0-2, b on rank 3'; of JSON objects, that for each entry that differs."""
     try:
         objects = [json.loads(value) for value in held]
         names = sorted({name for entries in objects for name in entries})
@@ -193,13 +196,17 @@ def _describe_differences(held: list[str]) -> str:
 
 
 def holders(values: Sequence[str | None]) -> str:
-    """'a on ranks 0-2; b on ranks 3': who holds what, the most common first; a rank whose value is None is left out."""
+    """'a on ranks 0-2, b on rank 3': who holds what, the most common first; a rank whose value is None is left out."""
     held: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:
             held.setdefault(value, []).append(rank)
     by_size = sorted(held.items(), key=lambda item: (-len(item[1]), item[1]))
-    return "; ".join(f"{value} on ranks {ranges(ranks)}" for value, ranks in by_size)
+    where = [ranges(ranks) for _, ranks in by_size]
+    between = "; " if any("," in ranks for ranks in where) else ", "
+    return between.join(
+        f"{_IN_WORDS.get(value, value)} on rank{'s' if len(ranks) > 1 else ''} {place}" for (value, ranks), place in zip(by_size, where)
+    )
 
 
 def ranges(ranks: list[int]) -> str:

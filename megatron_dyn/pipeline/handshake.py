@@ -23,11 +23,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 import megatron_dyn
-from megatron_dyn.pipeline.agreement import AgreementError, LostRankError, holders
+from megatron_dyn.pipeline.agreement import LostRankError, PlanDisagreement, holders
 
 _POLL_SECS = 0.02
 _FAREWELL_SECS = 2.0
-_MOST_TOLD = 6
 
 
 @functools.cache
@@ -48,14 +47,14 @@ def shake_hands(store: dist.Store, rank: int, world: int, facts: Mapping[str, ob
         store: Where they meet; in a namespace that no earlier attempt of the job has used.
         rank: This rank.
         world: Number of ranks it was told.
-        facts: Name -> value, in the order in which differences are told. A rank that lacks a name has no say in it.
+        facts: Name -> value; of several that differ, the first is told. A rank that lacks a name has no say in it.
         timeout: Longest wait for a rank to come.
 
     Returns:
         The facts of rank 0, as text.
 
     Raises:
-        AgreementError: On every rank, naming the ranks that differ and in what.
+        PlanDisagreement: On every rank, with one text: the ranks, and the first fact that differs with its values.
         LostRankError: A rank did not come in time, or the store is gone.
     """
     refusal = ""
@@ -66,13 +65,13 @@ def shake_hands(store: dist.Store, rank: int, world: int, facts: Mapping[str, ob
             store.wait(["world"], timeout)
             of_rank_0 = store.get("world").decode()
             if of_rank_0 != str(world):
-                refusal = f"WORLD_SIZE: {of_rank_0} on rank 0; {world} on rank {rank}. The ranks were not started as one job"
+                refusal = f"WORLD_SIZE: {of_rank_0} on rank 0, {world} on rank {rank}. The ranks were not started as one job"
                 store.set("verdict", refusal)
         store.set(f"facts/{rank}", json.dumps({name: _text(value) for name, value in facts.items()}))
         if rank == 0:
             keys = [f"facts/{other}" for other in range(world)]
             if _wait_for(store, keys, timeout):
-                store.set("verdict", differences([json.loads(store.get(key)) for key in keys]))
+                store.set("verdict", first_difference([json.loads(store.get(key)) for key in keys]))
         else:
             _wait_for(store, ["verdict"], timeout)
         verdict = refusal or store.get("verdict").decode()
@@ -83,21 +82,20 @@ def shake_hands(store: dist.Store, rank: int, world: int, facts: Mapping[str, ob
         raise LostRankError(
             f"not all of the {world} ranks came to compare their settings: {error}. Look for the rank that failed first, or was not started"
         ) from error
-    raise AgreementError(
-        f"the ranks disagree on how to run: {verdict}. Nothing was started, since ranks that differ would hang or mix different "
+    raise PlanDisagreement(
+        f"the ranks disagree at the start, before any step: {verdict}. Nothing was built, since ranks that differ would hang or mix different "
         "microbatches. Give all ranks the same flags, files and installed versions"
     )
 
 
-def differences(everybody: Sequence[Mapping[str, str]]) -> str:
-    """What differs between the ranks, the first in the order of the facts first; empty where nothing does."""
-    told = []
+def first_difference(everybody: Sequence[Mapping[str, str]]) -> str:
+    """The first fact, in their order, that differs between the ranks, with its values; empty where none does. (The rest follows from it, or
+    is found by the next attempt.)"""
     for name in dict.fromkeys(name for facts in everybody for name in facts):
         values = [facts.get(name) for facts in everybody]
         if len(set(values) - {None}) > 1:
-            told.append(f"{name}: {holders(values)}")
-    rest = len(told) - _MOST_TOLD
-    return " | ".join(told[:_MOST_TOLD]) + (f" | and {rest} more" if rest > 0 else "")
+            return f"{name}: {holders(values)}"
+    return ""
 
 
 def _wait_for(store: dist.Store, keys: list[str], timeout: timedelta) -> bool:

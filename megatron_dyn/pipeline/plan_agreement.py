@@ -19,8 +19,8 @@ differ do ranks exchange the parts, to say in words what differs first:
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,27 +40,36 @@ from megatron_dyn.pipeline.agreement import (
 )
 
 if TYPE_CHECKING:
-    from megatron_dyn.planning import Planner, StepPlan
+    from megatron_dyn.planning import PlanConfig, Planner, StepPlan
 
 _CONSEQUENCE = "Going on would hang or mix different microbatches"
 
 
-def plan_constants(planner: "Planner", *, code_version: str, schedule: Mapping[str, object]) -> dict[str, str]:
+def plan_constants(
+    planner: "Planner", *, code_version: str, schedule: Mapping[str, object], called: Callable[[str], str] = str
+) -> dict[str, str]:
     """What the plans of a run follow from, in the order in which a difference is told.
 
     Args:
         planner: Makes the plans.
         code_version: Of this package, see `handshake.code_version`.
-        schedule: What decides the order of the pipeline's work.
+        schedule: What decides the order of the pipeline's work, each by the name it is told by.
+        called: The name that a setting of `PlanConfig` is told by.
     """
-    settings = {f"configuration, {name}": value for name, value in planner.config.to_dict().items()}
     values = {
         "corpus fingerprint": planner.fingerprint,
-        **settings,
+        **{called(name): value for name, value in plan_settings(planner.config).items()},
         "code version": code_version,
-        **{f"schedule, {name}": value for name, value in schedule.items()},
+        **schedule,
     }
     return {name: value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str) for name, value in values.items()}
+
+
+def plan_settings(config: "PlanConfig") -> dict[str, object]:
+    """Each setting of a planner by its name, the cost model's as well: plain values that differ where the settings do."""
+    settings = config.to_dict()
+    del settings["cost"]
+    return settings | {f"cost_{item.name}": getattr(config.cost, item.name) for item in fields(config.cost)}
 
 
 @dataclass(frozen=True, kw_only=True)

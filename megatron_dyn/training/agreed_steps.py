@@ -29,6 +29,7 @@ from megatron_dyn.pipeline.plan_agreement import Held, PlanAgreement, plan_const
 from megatron_dyn.planning import Planner, StepPlan
 from megatron_dyn.training.distributed import tensor_parallel_cpu_group
 from megatron_dyn.training.facts import schedule_facts
+from megatron_dyn.training.plan_from_settings import name_of_plan_setting
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.stop_request import StopRequest
 
@@ -184,7 +185,7 @@ def step_meetings(run: RunConfig, planner: Planner, corpus: Corpus, pad_token_id
     timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
     rank = parallel_state.get_data_parallel_rank()
     agreement = PlanAgreement(
-        plan_constants(planner, code_version=code_version(), schedule=schedule_facts(run)),
+        plan_constants(planner, code_version=code_version(), schedule=schedule_facts(run), called=name_of_plan_setting),
         data_parallel_rank=rank,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         check_contents=run.data.check_batch_content,

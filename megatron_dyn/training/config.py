@@ -216,6 +216,16 @@ class DataConfig:
             "neither --tokenizer-model nor --vocab-size: the embedding's size would be a guess",
         )
         require(self.vocab_size is None or self.vocab_size >= 1, f"--vocab-size is {self.vocab_size}: it must be at least 1")
+        require(
+            self.documents_per_microbatch == 1 or self.microbatching == "fixed-count",
+            f"--documents-per-microbatch {self.documents_per_microbatch} with --microbatching {self.microbatching}: it would change nothing; "
+            "give --microbatching fixed-count, or leave it out",
+        )
+        require(
+            self.length_window == DataConfig.length_window or self.document_order == "length-window",
+            f"--length-window {self.length_window} with --document-order {self.document_order}: it would change nothing; "
+            "give --document-order length-window, or leave it out",
+        )
         require(self.token_bucket >= 1, f"--token-bucket is {self.token_bucket}: it must be at least 1")
         require(self.prefetch_steps >= 0, f"--prefetch-steps is {self.prefetch_steps}: it must be at least 0")
 

@@ -11,12 +11,22 @@ from pathlib import Path
 import torch
 
 from megatron_dyn.pipeline.handshake import code_version
+from megatron_dyn.pipeline.plan_agreement import plan_settings
 from megatron_dyn.pipeline.schedule import schedule_settings
+from megatron_dyn.training.field_flags import flag_name
 from megatron_dyn.training.inputs import Inputs
+from megatron_dyn.training.plan_from_settings import name_of_plan_setting
 from megatron_dyn.training.run_config import RunConfig
 
 # Of files it counts what they say, not where they lie: nodes may keep them in different places.
-_COMPARED_BY_CONTENT = ("data.data_path", "data.tokenizer_model", "data.cost_file", "overlap.tp_comm_overlap_cfg")
+_COMPARED_BY_CONTENT = ("data_path", "tokenizer_model", "cost_file", "tp_comm_overlap_cfg")
+
+_SCHEDULE_FLAGS = {
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
+    "overlap_p2p_comm": "--overlap-p2p-communication",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+}
 
 TRAINING_DOCUMENTS = "corpus fingerprint of the training documents"
 VALIDATION_DOCUMENTS = "corpus fingerprint of the validation documents"
@@ -24,20 +34,27 @@ VALIDATION_DOCUMENTS = "corpus fingerprint of the validation documents"
 
 def run_facts(run: RunConfig, inputs: Inputs) -> dict[str, object]:
     """Name -> value, the likeliest cause of all other differences first."""
-    settings = {f"{section}.{name}": value for section, values in run.as_dict().items() for name, value in values.items()}
+    settings = {name: value for values in run.as_dict().values() for name, value in values.items()}
     return {
         **versions(layers=inputs.layers),
         "process group backend": inputs.process_group_backend,
         "device type": inputs.device.type,
         **({"ranks on a node": os.environ.get("LOCAL_WORLD_SIZE", "unknown")} if run.overlap.tp_comm_overlap else {}),
-        **{name: value for name, value in settings.items() if name not in _COMPARED_BY_CONTENT},
-        "overlap.tp_comm_overlap_cfg": run.overlap.table,
-        "tokenizer": _file_digest(run.data.tokenizer_model),
+        **{flag_name(name): value for name, value in settings.items() if name not in _COMPARED_BY_CONTENT},
+        **_overlap_table(run),
+        "content of --tokenizer-model": _file_digest(run.data.tokenizer_model),
         "vocabulary size": inputs.vocab_size,
         "padding token": inputs.pad_token_id,
         **document_facts(inputs),
-        "settings of the plan": inputs.plan_config.to_dict(),
+        **{name_of_plan_setting(name): value for name, value in plan_settings(inputs.plan_config).items()},
     }
+
+
+def _overlap_table(run: RunConfig) -> dict[str, object]:
+    """Each option of each communicator on its own, and that there are others: a rank that lacks a name would have no say in it."""
+    table = run.overlap.table
+    options = {f"--tp-comm-overlap-cfg, {layer}": table[layer] for layer in sorted(table)}
+    return {"--tp-comm-overlap-cfg, layers": sorted(table), **options}
 
 
 def document_facts(inputs: Inputs) -> dict[str, object]:
@@ -54,14 +71,15 @@ def document_facts(inputs: Inputs) -> dict[str, object]:
 def schedule_facts(run: RunConfig) -> dict[str, object]:
     """What decides the order of the pipeline's work, compared with each step's plan."""
     parallel = run.parallel
+    schedule = schedule_settings(
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        overlap=parallel.overlap_p2p_communication,
+        warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
+    )
     return {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        **schedule_settings(
-            parallel.pipeline_model_parallel_size,
-            parallel.virtual_pipeline_model_parallel_size,
-            overlap=parallel.overlap_p2p_communication,
-            warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
-        ),
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        **{_SCHEDULE_FLAGS.get(name, f"schedule, {name}"): value for name, value in schedule.items()},
     }
 
 

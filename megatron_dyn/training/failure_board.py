@@ -14,7 +14,7 @@ A board is used by one thread. Every call is one or two messages to the store an
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 import torch.distributed as dist
@@ -24,8 +24,8 @@ import torch.distributed as dist
 class Failure:
     """Why the job ends: its root cause, as one rank told it."""
 
-    kind: Literal["raised", "silent", "stalled"]
-    """A rank raised; a rank gives no sign of life; no rank gets on."""
+    kind: Literal["raised", "shared", "silent", "stalled"]
+    """A rank raised; all ranks raise it (they disagree, say); a rank gives no sign of life; no rank gets on."""
     rank: int | None
     """Who failed (None: nobody in particular)."""
     by: int
@@ -34,6 +34,16 @@ class Failure:
     """One paragraph without a traceback."""
     where: str = ""
     """Step, microbatch and phase of the rank that failed."""
+    status: int = 1
+    """Exit status of every rank."""
+
+    def leaving(self, rank: int) -> str:
+        """Why a rank that did not tell this failure leaves, in one line."""
+        if self.kind == "shared":
+            return f"leaving with all ranks, as rank {self.by} tells: {self.reason}"
+        if self.rank == rank:
+            return f"leaving because rank {self.by} gave this rank up: {self.reason}"
+        return f"leaving because {self}"
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed{self.where and f' ({self.where})'}: {self.reason}" if self.kind == "raised" else self.reason
@@ -58,7 +68,7 @@ class FailureBoard:
         text = json.dumps(asdict(failure))
         first = self._store.compare_set("failure", "", text).decode()
         self._store.set("alarm", "1")
-        return Failure(**json.loads(first))
+        return _failure(first)
 
     def suspect(self) -> None:
         """Say that some rank seems to be gone."""
@@ -70,7 +80,7 @@ class FailureBoard:
         if not self._store.check(["alarm"]):
             return None, False
         text = self._read("failure")
-        return None if text is None else Failure(**json.loads(text)), self._store.check(["suspicion"])
+        return None if text is None else _failure(text), self._store.check(["suspicion"])
 
     def beat(self, text: str) -> None:
         """A sign of life."""
@@ -99,3 +109,9 @@ class FailureBoard:
     def _read(self, key: str) -> str | None:
         """A key's value without waiting for it."""
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _failure(text: str) -> Failure:
+    """Of a rank whose code may be another (they meet here before versions are compared): what this one does not know is left out."""
+    known = {item.name for item in fields(Failure)}
+    return Failure(**{name: value for name, value in json.loads(text).items() if name in known})

@@ -14,7 +14,7 @@ from megatron_dyn.training.checkpoint_files import CheckpointError
 from megatron_dyn.training.failure_board import Failure
 from megatron_dyn.training.job_watch import LOST_WAIT_SECS, JobWatch, place
 from megatron_dyn.training.nonfinite import NonFiniteError
-from megatron_dyn.training.progress import Standing
+from megatron_dyn.training.progress import JobEnded, Standing
 
 # The first words of what gloo, NCCL and the store say when a peer is gone; torch gives most of them as a plain RuntimeError.
 _SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "connection refused", "connection was likely closed", "broken pipe", "timed out")
@@ -48,24 +48,35 @@ def tell(error: BaseException, standing: Standing, *, budget: int | None, explai
     return Told(reason=reason[:_MOST_WORDS], text=text)
 
 
-def report(error: BaseException, told: Told, watch: JobWatch, standing: Standing) -> str:
+def report(error: BaseException, told: Told, watch: JobWatch, standing: Standing, *, status: int = 1) -> str:
     """Put an error on the job's board.
+
+    Args:
+        error: What was raised.
+        told: It, in words.
+        watch: Over the job.
+        standing: Where this rank stood.
+        status: Exit status of all ranks, should it be the root cause.
 
     Returns:
         What this rank still has to print: the root cause where it is this error, else one line that says whom the rank leaves for
         (nothing, where the watch has told more already).
     """
     lost = is_lost_peer(error)
-    shared = isinstance(error, _SHARED) and error.__cause__ is None
+    shared = isinstance(error, _SHARED) and error.__cause__ is None and not lost
     # Of an error that all ranks share, the rank that has its cause speaks first, and rank 0 before the rest.
     wait = LOST_WAIT_SECS if lost else _SHARED_WAIT_SECS * (1 + (watch.rank > 0)) if shared else 0.0
     if lost and watch.asked_to_stop:  # the launcher knows of the dead rank, and says so; it waits for this one
         return "" if watch.wait_for_root(_SHARED_WAIT_SECS) else told.text
-    mine = Failure(kind="raised", rank=watch.rank, by=watch.rank, reason=told.reason, where=place(standing))
+    kind = "shared" if shared else "raised"
+    mine = Failure(kind=kind, rank=watch.rank, by=watch.rank, reason=told.reason, where=place(standing), status=status)
     root = watch.report(mine, wait_secs=wait, lost=lost)
     if root is None or root == mine:
         return told.text
-    return "" if watch.told else f"leaving because {root}"
+    lines = [] if watch.told else [root.leaving(watch.rank)]
+    if root.kind == "silent" and root.rank == watch.rank and not isinstance(error, JobEnded):
+        lines.append(told.text)  # the others gave this rank up; its own error may say why it was silent
+    return "\n".join(lines)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -73,6 +73,7 @@ class JobWatch:
         self._end = end
         self._tick_secs = max(TICK_SECS, self.world / 2000)
         self._main = threading.main_thread()
+        self._deciding = threading.Lock()  # no failure is found once the main thread has been told that there is none
         self._finishing = self._suspects = False
         self._reported: tuple[Failure, float] | None = None
         self._ticks = self._quiet_ticks = 0
@@ -118,9 +119,15 @@ class JobWatch:
         self._resolved.wait(secs)
         return self.root
 
-    def finishing(self) -> None:
-        """The run is done: a peer or the store that goes away from now on is no fault."""
-        self._finishing = True
+    def finishing(self) -> Failure | None:
+        """The run is done: a peer or the store that goes away from now on is no fault.
+
+        Returns:
+            The failure that this rank has found or heard of before; None: it finds none any more.
+        """
+        with self._deciding:
+            self._finishing = True
+            return self.root
 
     def close(self) -> None:
         """Stop watching."""
@@ -135,13 +142,18 @@ class JobWatch:
     def _pulse(self) -> None:
         try:
             while not self._closed.is_set() and self.root is None:
-                self._exchange(self._board)
+                with self._deciding:
+                    found = self._exchange(self._board)
+                    self.root = found if self.root is None else self.root
+                if found is not None:
+                    self._leave_for(self.root, self._board)
                 self._wake.wait(self._tick_secs)
                 self._wake.clear()
         except RuntimeError as error:  # what torch raises about a store it cannot reach
             self._without_store(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
 
-    def _exchange(self, board: FailureBoard) -> None:
+    def _exchange(self, board: FailureBoard) -> Failure | None:
+        """One tick: a sign of life, and the failure that ends the job, if there is one."""
         self._ticks += 1
         board.beat(json.dumps({"ticks": self._ticks, **self._progress.standing.as_dict()}))
         failure, suspicion = board.alarm()
@@ -153,8 +165,7 @@ class JobWatch:
             failure = self._look_at_neighbour(board, SUSPICION_SECS if suspicion else self._heartbeat_secs, suspicion)
         if failure is None and self._stall_secs and self.rank == 0 and not self._finishing:
             failure = self._look_for_a_stall(board)
-        if failure is not None:
-            self._leave_for(failure, board)
+        return failure
 
     def _look_at_neighbour(self, board: FailureBoard, limit: float, suspicion: bool) -> Failure | None:
         beat = board.beat_of(self._next)
@@ -183,24 +194,22 @@ class JobWatch:
         return board.post(Failure(kind="stalled", rank=None, by=self.rank, reason=reason))
 
     def _leave_for(self, failure: Failure, board: FailureBoard) -> None:
-        self.root = failure
-        mine = failure.by == self.rank
-        if failure.kind != "raised":
+        mine, watched = failure.by == self.rank, failure.kind in ("silent", "stalled")
+        self._progress.end(str(failure))
+        if watched:
             where, stack = _stack_of(self._main)
             _say(f"[rank {self.rank}] stands at {place(self._progress.standing)}:\n{stack}")
             board.place(f"{place(self._progress.standing)}, {where}")
-        if mine and failure.kind != "raised":
+        if mine and watched:
             self.told = True
             _say(f"[rank {self.rank}] {failure}\n{self._table(board, failure.rank)}")
         elif not mine and self._reported is None:
             self.told = True
-            _say(f"[rank {self.rank}] leaving because {failure}")
+            _say(f"[rank {self.rank}] {failure.leaving(self.rank)}")
         board.tell()
         if self._hosts_store:
             self._outlive_the_others(board, failure)
-        self._resolved.set()
-        if not self._closed.wait(GRACE_SECS):
-            self._end(1)
+        self._leave(failure)
 
     def _table(self, board: FailureBoard, silent: int | None) -> str:
         """Where every rank stands; ranks at the same place share a line."""
@@ -236,7 +245,9 @@ class JobWatch:
                 return self._without_store(f"no answer for {quiet} s")
 
     def _without_store(self, what: str) -> None:
-        if self._closed.is_set() or self._finishing or self.root is not None:
+        if self.root is not None:  # it went away while this rank was leaving
+            return self._leave(self.root)
+        if self._closed.is_set() or self._finishing:
             return
         if self.asked_to_stop:
             self._resolved.set()  # the launcher was stopped, too: save, unwatched
@@ -245,11 +256,16 @@ class JobWatch:
         host = "the launcher" if uses_launchers_store() else "rank 0's process"
         reason = f"{host}, which holds the job's store at {address}, is gone or frozen ({what})"
         self.root = Failure(kind="silent", rank=None if host == "the launcher" else 0, by=self.rank, reason=reason)
+        self._progress.end(reason)
         self.told = True
         _say(f"[rank {self.rank}] leaving because {reason}")
+        self._leave(self.root)
+
+    def _leave(self, failure: Failure) -> None:
+        """Give the main thread a moment to leave by itself."""
         self._resolved.set()
         if not self._closed.wait(GRACE_SECS):
-            self._end(1)
+            self._end(failure.status)
 
 
 def place(standing: Standing) -> str:

@@ -25,13 +25,13 @@ from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
 from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.distributed import initialize, meet_ranks, world_size_from_environment
+from megatron_dyn.training.distributed import initialize, meet_ranks, rank_from_environment, world_size_from_environment
 from megatron_dyn.training.evaluate import Evaluator
 from megatron_dyn.training.failure_board import FailureBoard
 from megatron_dyn.training.facts import TRAINING_DOCUMENTS, VALIDATION_DOCUMENTS, run_facts
 from megatron_dyn.training.folders import FolderLocks
 from megatron_dyn.training.inputs import Inputs
-from megatron_dyn.training.job_failure import report, tell
+from megatron_dyn.training.job_failure import is_lost_peer, report, tell
 from megatron_dyn.training.job_watch import JobWatch
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.metrics_file import MetricsError
@@ -39,7 +39,7 @@ from megatron_dyn.training.model import build_model, padded_vocab_size, transfor
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
 from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings, prepare_overlap
-from megatron_dyn.training.progress import PROGRESS
+from megatron_dyn.training.progress import PROGRESS, JobEnded, Standing
 from megatron_dyn.training.rendezvous import Meeting, RefusedError, meet, uses_launchers_store
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.run_log import RunLog
@@ -50,9 +50,13 @@ from megatron_dyn.userbuffers.native_build import NativeBuildError
 
 # What a user can mend: told in one line a rank, without a traceback.
 _EXPLAINED = (
-    ActiveShapeError, AgreementError, CheckpointError, ConfigError, CorpusError, NativeBuildError, NonFiniteError, OverlapConfigError, PlanError,
-    RefusedError, StreamError, OSError,
+    ActiveShapeError, AgreementError, CheckpointError, ConfigError, CorpusError, JobEnded, NativeBuildError, NonFiniteError, OverlapConfigError,
+    PlanError, RefusedError, StreamError, OSError,
 )  # fmt: skip
+
+
+FAILED, REFUSED = 1, 2
+"""Exit status where a run failed (started again, it goes on from its last checkpoint), and where it never made a step (mend what it says)."""
 
 
 def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> int:
@@ -63,7 +67,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         stop: Listens since before this module was imported; None begins to listen now.
 
     Returns:
-        Exit status: 0 finished or asked to stop (state saved), 1 failed on the way, 2 refused before anything started.
+        Exit status, the same on all ranks: 0 finished or asked to stop (state saved), 1 failed, 2 refused before the first step.
     """
     stop = StopRequest() if stop is None else stop
     PROGRESS.restart()
@@ -73,7 +77,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     except (ConfigError, CorpusError, PlanError, OSError) as error:
         print(f"pretrain_gpt_thd.py: error: {error}", file=sys.stderr, flush=True)
         _tell_ranks_that_wait(error)
-        return 2
+        return REFUSED
     watch = None
     try:
         meeting = meet(timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes))
@@ -81,16 +85,25 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         pretrain(run, inputs, meeting, stop=stop, watch=watch)
     except (Exception, KeyboardInterrupt) as error:
         standing = PROGRESS.standing
+        status = _status(error, standing)
         told = tell(error, standing, budget=run.data.max_tokens_per_microbatch, explained=_EXPLAINED)
-        text = told.text if watch is None else report(error, told, watch, standing)
+        if watch is not None:
+            text = report(error, told, watch, standing, status=status)
+        else:
+            text = str(error) if isinstance(error, RefusedError) else told.text  # it names the rank that refused
         if text:
-            print(f"[rank {_rank()}] {text}", file=sys.stderr, flush=True)
-        return 1
+            print(f"[rank {rank_from_environment()}] {text}", file=sys.stderr, flush=True)
+        return status if watch is None or watch.root is None else watch.root.status
     finally:
         if watch is not None:
             watch.close()
         stop.close()
-    return 0
+    return 0 if watch.root is None else watch.root.status
+
+
+def _status(error: BaseException, standing: Standing) -> int:
+    """Exit status for what a rank raised."""
+    return REFUSED if standing.step is None and isinstance(error, _EXPLAINED) and not is_lost_peer(error) else FAILED
 
 
 def _watch(run: RunConfig, meeting: Meeting, stop: StopRequest) -> JobWatch:
@@ -227,8 +240,9 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
         if memory is not None:
             extra["peak_memory_gib"] = memory["peak_reserved"] / 2**30
         log.finish(extra)
-    watch.finishing()
-    dist.barrier()
+    # A stall (say) that was declared while the last step ended ends the job all the same, on every rank.
+    found = watch.finishing()
+    agreement.check("the end of the run", "", error=None if found is None else JobEnded(str(found)))
     userbuffers.destroy_ub()
     dist.destroy_process_group()
     if locks is not None:
@@ -318,7 +332,3 @@ def _parameters(chunks: list) -> int:
     count = torch.tensor([mine], dtype=torch.int64, device=device.compute_device())
     dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
     return int(count.item())
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -19,6 +19,16 @@ AS_GIVEN = tuple(item.name for item in fields(PlanConfig) if item.name in DATA_D
 """Settings of a run's data that reach the planner under their own names."""
 FLAGS = ("token_bucket", "seed", "data_parallel_size", *AS_GIVEN)
 """Settings that the planner speaks of and that are flags."""
+IN_WORDS = {
+    "data_parallel_size": "data-parallel ranks",
+    "alignment": "alignment of T",
+    "document_alignment": "alignment of each document",
+    "microbatch_multiple": "number that K is a multiple of",
+    "cost_linear": "cost of a token",
+    "cost_quadratic": "cost of a squared token",
+    "cost_window": "window of the cost of attention",
+}
+"""Settings of the planner that follow from flags (or from a cost file) and are none themselves."""
 CHOICES = (*OVERSIZE_POLICIES, *MICROBATCHINGS, *DOCUMENT_ORDERS)
 
 
@@ -90,6 +100,11 @@ def vocabulary(tokenizer_model: str | None, vocab_size: int | None) -> tuple[int
             f"--vocab-size {vocab_size} contradicts the {tokenizer.vocab_size} pieces of {tokenizer_model}: leave --vocab-size out"
         )
     return tokenizer.vocab_size, tokenizer
+
+
+def name_of_plan_setting(name: str) -> str:
+    """What a setting of the planner is called in messages: its flag where it has one."""
+    return IN_WORDS.get(name) or flag_name(name)
 
 
 def in_flags(message: str) -> str:

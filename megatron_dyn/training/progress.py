@@ -41,8 +41,12 @@ class Standing:
         return values
 
 
+class JobEnded(RuntimeError):
+    """The watch has ended the job: nothing more is computed or saved."""
+
+
 class Progress:
-    """Takes marks from the main thread; any thread may read `standing`."""
+    """Takes marks from the main thread; any thread may read `standing`, or end the run."""
 
     def __init__(self) -> None:
         self.restart()
@@ -53,6 +57,11 @@ class Progress:
         self._step: int | None = None
         self._num_microbatches: int | None = None
         self._warm = False
+        self._ended: str | None = None
+
+    def end(self, why: str) -> None:
+        """Let the main thread get no further than its next mark, which raises `JobEnded`."""
+        self._ended = why
 
     def mark(self, phase: str, *, patient: bool = False) -> None:
         """Say what begins now.
@@ -78,6 +87,8 @@ class Progress:
         self._set("between steps", False, None, None)
 
     def _set(self, phase: str, patient: bool, microbatch: int | None, rows: int | None) -> None:
+        if self._ended is not None:
+            raise JobEnded(self._ended)
         self.standing = Standing(
             phase=phase,
             step=self._step,

@@ -51,6 +51,11 @@ class RunConfig:
             self.optimizer.optimizer == "adam" or not parallel.use_distributed_optimizer,
             f"--optimizer {self.optimizer.optimizer} with --use-distributed-optimizer: Megatron-Core distributes Adam only; leave one out",
         )
+        require(
+            parallel.pipeline_model_parallel_size > 1 or not self.logging.measure_pipeline_bubble,
+            "--measure-pipeline-bubble without a pipeline: there is no neighbour to wait for and nothing would be measured; give "
+            "--pipeline-model-parallel-size 2 or more, or leave it out",
+        )
         try:
             check_model_parallel(model, parallel)
         except ValueError as error:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import shutil
 import sys
 import time
@@ -51,12 +52,12 @@ def odd_rank() -> bool:
 # Before anything is built -----------------------------------------------------------------------------------------------
 
 SETTINGS = {  # case -> (settings of the odd rank, what is told)
-    "seed": (dict(seed=7), "training.seed: 1234 on ranks 0-1, 3; 7 on ranks 2"),
-    "budget": (dict(max_tokens_per_microbatch=94), "data.max_tokens_per_microbatch: 96 on ranks 0-1, 3; 94 on ranks 2"),
-    "batch, and with it K": (dict(global_batch_size=24), "data.global_batch_size: 12 on ranks 0-1, 3; 24 on ranks 2"),
+    "seed": (dict(seed=7), "--seed: 1234 on ranks 0-1, 3; 7 on rank 2. "),
+    "budget": (dict(max_tokens_per_microbatch=94), "--max-tokens-per-microbatch: 96 on ranks 0-1, 3; 94 on rank 2. "),
+    "batch, and with it K": (dict(global_batch_size=24), "--global-batch-size: 12 on ranks 0-1, 3; 24 on rank 2. "),
     "one changed length": (dict(data_path="changed"), "corpus fingerprint of the training documents: "),
-    "split": (dict(split="80,20"), "data.split: 90,10 on ranks 0-1, 3; 80,20 on ranks 2"),
-    "tensor parallelism": (dict(tensor_model_parallel_size=1), "parallel.tensor_model_parallel_size: 2 on ranks 0-1, 3; 1 on ranks 2"),
+    "split": (dict(split="80,20"), "--split: 90,10 on ranks 0-1, 3; 80,20 on rank 2. "),
+    "tensor parallelism": (dict(tensor_model_parallel_size=1), "--tensor-model-parallel-size: 2 on ranks 0-1, 3; 1 on rank 2. "),
     "package version": (dict(), "version of numpy: "),
     "code": (dict(), "code version of megatron_dyn: "),
 }
@@ -89,10 +90,16 @@ def test_each_setting_version_and_file_that_differs_on_one_rank_ends_every_rank(
     arguments = (corpus, tmp_path, free_ports(len(SETTINGS)), facts.versions)
     ended = launch(WORLD, launched_with_one_difference, *arguments, process_group=False, timeout=90)
     for name, (_, text) in SETTINGS.items():
-        for status, printed, seconds in (told[name] for told in ended):
-            assert status == 1 and f"the ranks disagree on how to run: {text}" in printed, f"{name}: {printed}"
-            assert "on ranks 2" in printed and "Traceback" not in printed
+        reasons, causes = set(), 0
+        for rank, (status, printed, seconds) in enumerate(told[name] for told in ended):
+            assert status == 2 and f"PlanDisagreement: the ranks disagree at the start, before any step: {text}" in printed, f"{name}: {printed}"
+            said, reason = printed.split("PlanDisagreement: ")
+            causes += said == f"[rank {rank}] "
+            assert said == f"[rank {rank}] " or re.fullmatch(rf"\[rank {rank}\] leaving with all ranks, as rank [^{rank}] tells: ", said), printed
+            reasons.add(reason)
             assert seconds < LIMIT_SECS, name
+        assert causes == 1 and len(reasons) == 1, f"{name}: one rank tells the cause, all tell the same"
+        assert reason.count(" on rank") == 2 and " on rank 2. " in reason and "Traceback" not in reason, f"{name}: the first difference, nothing else"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -116,7 +123,7 @@ def test_another_T_in_one_microbatch_of_another_data_parallel_rank_ends_every_ra
     for rank in range(WORLD):
         output = ranks.output(rank)
         assert "PlanDisagreement: the ranks disagree on step 3: T of microbatch 0 of data-parallel rank 0: " in output, output
-        assert "on ranks 0-1, 3; " in output and "on ranks 2. Going on would hang" in output
+        assert "on ranks 0-1, 3; " in output and "on rank 2. Going on would hang" in output
     assert sorted(losses(tmp_path)) == [1, 2], "the steps before are whole"
 
 
@@ -157,7 +164,7 @@ def test_under_overlapped_communication_another_T_ends_both_ranks_before_the_exc
     for rank in range(2):
         output = ranks.output(rank)
         assert "PlanDisagreement: the ranks disagree on step 3: T of microbatch 0 of data-parallel rank 0: " in output, output
-        assert "on ranks 0; " in output and "on ranks 1. " in output
+        assert "on rank 0, " in output and "on rank 1. " in output
     assert sorted(losses(tmp_path)) == [1, 2]
 
 
@@ -196,7 +203,7 @@ def test_a_file_with_other_tokens_of_the_same_lengths_on_one_node_is_found(corpu
     for rank in range(WORLD):
         output = ranks.output(rank)
         assert f"PlanDisagreement: the ranks disagree on step 1: tokens of microbatch {last} of data-parallel rank 1: checksum" in output
-        assert "on ranks 2; " in output and "on ranks 3. " in output
+        assert "on rank 2, " in output and "on rank 3. " in output
 
 
 def _plan_config(corpus: Path, folder: Path):

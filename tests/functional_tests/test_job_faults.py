@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank fails in the middle of a run: how long until every rank has left, and what each of them says. `docs/reliability.md` has the table."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from training_run import Ranks, flags, heavy_tailed_lengths, losses, start, train, write_corpus  # noqa: E402
 
 from megatron_dyn.training import launch, step  # noqa: E402
+from megatron_dyn.training.progress import Progress
 from megatron_dyn.training.step import Stepper  # noqa: E402
 
 WITHIN_SECS = 15.0  # the requirement; what is measured is a third of it
@@ -140,6 +142,48 @@ def test_a_stall_shows_where_every_rank_stands(corpus, tmp_path, monkeypatch):
     assert "no rank has got on for" in table and "--stall-timeout 8" in table
     assert f"rank 1: step {FAULT_STEP}, microbatch 1 of" in table and "rank 0: step" in table
     assert "test_job_faults.py" in ranks.output(1), "the stack of the rank that stands still"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True], ids=["", "mutant"])
+def test_a_stall_that_ends_by_itself_just_after_it_was_declared_ends_the_job(corpus, tmp_path, monkeypatch, broken):
+    """In the last step, so that nothing but the declaration speaks against a status of 0."""
+    if broken:
+        monkeypatch.setattr(Progress, "end", lambda self, why: None)
+        monkeypatch.setattr(launch.JobWatch, "finishing", lambda self: None)
+    pause = lambda: time.sleep(4)  # noqa: E731
+    Fault(monkeypatch, tmp_path, {0: pause, 1: pause})
+    ranks = start(2, run(corpus, tmp_path, stall_timeout=2, train_iters=FAULT_STEP, save_interval=None), tmp_path)
+    statuses = ranks.wait(2 + WITHIN_SECS)
+    assert "no rank has got on for" in ranks.output(0)
+    assert (statuses == [1, 1] and sorted(losses(tmp_path)) == [1, 2, 3]) is not broken, ranks.output()
+    assert not (tmp_path / "ck" / "latest_checkpointed_iteration.txt").exists() or broken
+
+
+@pytest.mark.parametrize("refusing", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_refuses_to_start_ends_every_rank_with_status_2(corpus, tmp_path, refusing):
+    """Below a launcher, whose store is there before the ranks are. `docs/reliability.md` has the rule of the exit status."""
+
+    def argv(rank: int) -> list[str]:
+        return run(tmp_path / "no such corpus" if rank == refusing else corpus, tmp_path)
+
+    with launchers_store() as port:
+        ranks = start(2, argv, tmp_path, port=port)
+        assert ranks.wait(WITHIN_SECS + 15) == [2, 2], ranks.output()
+    assert "error: " in ranks.output(refusing) and "no such corpus.idx: cannot be opened" in ranks.output(refusing)
+    told = ranks.output(1 - refusing)
+    assert told.startswith(f"[rank {1 - refusing}] leaving because rank {refusing} refused to start: CorpusError: "), told
+
+
+@contextlib.contextmanager
+def launchers_store():
+    """The store of a launcher, in this process; its port."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    try:
+        yield server.port
+    finally:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_tables_that_differ_between_ranks_are_refused_before_anything_is_exchang
     original = overlap.userbuffers.read_overlap_config
     try:
         overlap.userbuffers.read_overlap_config = lambda path: {"proj_fprop": {"num_splits": 2 + 2 * int(os.environ["RANK"])}}
-        ranks = train(2, argv, tmp_path, status=1)
+        ranks = train(2, argv, tmp_path, status=2)
     finally:
         overlap.userbuffers.read_overlap_config = original
-    assert all("overlap.tp_comm_overlap_cfg" in ranks.output(rank) for rank in (0, 1))
+    assert all("--tp-comm-overlap-cfg, proj_fprop: " in ranks.output(rank) for rank in (0, 1))

@@ -141,7 +141,7 @@ def test_another_corpus_is_refused_before_anything_is_loaded(corpus, tmp_path):
     settings = CALM | dict(save=tmp_path / "checkpoints", load=tmp_path / "checkpoints", train_iters=5)
     train(1, flags(corpus, run_dir=tmp_path, **settings), tmp_path)
     other = write_corpus(tmp_path / "other", heavy_tailed_lengths(60, longest=150, seed=4))
-    ranks = train(1, flags(other, run_dir=tmp_path, **settings | dict(train_iters=8)), tmp_path, status=1)
+    ranks = train(1, flags(other, run_dir=tmp_path, **settings | dict(train_iters=8)), tmp_path, status=2)
     assert "fingerprint" in ranks.output() and "Traceback" not in ranks.output()
 
 
@@ -156,7 +156,7 @@ def check_override_is_told(corpus: Path, tmp_path: Path) -> None:
     train(1, flags(corpus, run_dir=tmp_path, **settings), tmp_path)
     other = write_corpus(tmp_path / "other", heavy_tailed_lengths(70, longest=150, seed=4))
     changed = settings | dict(train_iters=5, seed=1)
-    refused = train(1, flags(other, run_dir=tmp_path, **changed), tmp_path, status=1).output()
+    refused = train(1, flags(other, run_dir=tmp_path, **changed), tmp_path, status=2).output()
     assert "--seed 1 (saved 1234)" in refused and "63 documents" in refused and "saved 54 documents" in refused
     assert overridden(tmp_path) == {} and sorted(losses(tmp_path)) == [1, 2, 3]
 

@@ -185,7 +185,7 @@ def test_two_runs_do_not_share_a_folder(corpus, tmp_path):
     first = start(1, flags(corpus, **settings), tmp_path)
     try:
         first.wait_for_iteration(tmp_path / "run", 2)
-        second = train(1, flags(corpus, **settings), tmp_path / "second", status=1)
+        second = train(1, flags(corpus, **settings), tmp_path / "second", status=2)
         assert f"in use by another run (process {first.processes[0].pid} on" in second.output()
         assert first.processes[0].is_alive()
     finally:

@@ -106,13 +106,17 @@ class Ranks:
         raise AssertionError(f"iteration {iteration} was not reached in {timeout} s\n{self.output()}")
 
 
-def start(world: int, argv: list[str] | Callable[[int], list[str]], folder: Path) -> Ranks:
-    """Start `pretrain_gpt_thd.py` with these flags (of each rank: a function) on forked ranks; output goes to files in `folder`."""
+def start(world: int, argv: list[str] | Callable[[int], list[str]], folder: Path, *, port: int | None = None) -> Ranks:
+    """Start `pretrain_gpt_thd.py` with these flags (of each rank: a function) on forked ranks; output goes to files in `folder`.
+
+    They meet at a free port of this machine unless one is given.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     build_parser()  # reads the explanations of the flags once, and not in every fork
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if port is None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     outputs = [folder / f"rank_{rank}_{time.monotonic_ns()}.txt" for rank in range(world)]
     flags_of = argv if callable(argv) else lambda rank: argv

@@ -31,7 +31,7 @@ def test_a_different_plan_raises_on_every_rank_and_names_the_ranks():
     ended = outcomes(4, job, timeout=30)
     assert all(outcome.exception.startswith("AgreementError") for outcome in ended)
     assert len({outcome.exception for outcome in ended}) == 1, "every rank tells the same"
-    assert "aaaa on ranks 0-1, 3; bbbb on ranks 2" in ended[0].exception
+    assert "aaaa on ranks 0-1, 3; bbbb on rank 2" in ended[0].exception
     assert "the plan of step 7" in ended[0].exception
     assert max(outcome.seconds for outcome in ended) < 15
 
@@ -86,7 +86,7 @@ def test_of_settings_the_entries_that_differ_are_named():
         Agreement().check("the settings", json.dumps(settings))
 
     ended = outcomes(3, job, timeout=30)
-    assert "lr: 0.1 on ranks 0-1; 0.2 on ranks 2" in ended[0].exception
+    assert "lr: 0.1 on ranks 0-1, 0.2 on rank 2" in ended[0].exception
     assert "seed" not in ended[0].exception
 
 

@@ -12,14 +12,15 @@ import torch.distributed as dist
 
 import megatron_dyn
 from megatron_dyn.pipeline import handshake
-from megatron_dyn.pipeline.agreement import AgreementError, LostRankError
-from megatron_dyn.pipeline.handshake import differences, shake_hands
+from megatron_dyn.pipeline.agreement import AgreementError, LostRankError, PlanDisagreement
+from megatron_dyn.pipeline.handshake import first_difference, shake_hands
 from megatron_dyn.training.rendezvous import meet
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
 from launch import launch  # noqa: E402
 
 TIMEOUT = timedelta(seconds=20)
+TOLD = f"{PlanDisagreement.__name__}: the ranks disagree at the start, before any step: "
 
 
 def free_ports(count: int) -> list[int]:
@@ -63,9 +64,9 @@ def test_differences_end_all_ranks_with_one_text():
     told = launch(3, job, process_group=False)
     for of_rank in told:
         assert of_rank[equal][0] == {"version of torch": "2", "training.seed": "1", "checkpoint.save": "null"} and of_rank[equal][1] is None
-        assert "training.seed: 1 on ranks 0-1; 2 on ranks 2. Nothing was started" in of_rank[setting][1]
-        assert "disagree on how to run: version of torch: 2 on ranks 0, 2; 3 on ranks 1 | training.seed: " in of_rank[version][1]
-        assert "WORLD_SIZE: 3 on rank 0; 2 on rank 1" in of_rank[world_size][1]
+        assert f"{TOLD}training.seed: 1 on ranks 0-1, 2 on rank 2. Nothing was built" in of_rank[setting][1]
+        assert f"{TOLD}version of torch: 2 on ranks 0, 2; 3 on rank 1. Nothing" in of_rank[version][1] and "seed" not in of_rank[version][1]
+        assert "WORLD_SIZE: 3 on rank 0, 2 on rank 1" in of_rank[world_size][1]
         assert of_rank[no_say][0]["fingerprint"] == "f", "a rank without a say takes over what rank 0 found"
         assert max(of_rank[port][2] for port in ports) < 5
     assert len({of_rank[setting][1] for of_rank in told}) == 1
@@ -88,9 +89,12 @@ def test_one_process_without_a_launcher_agrees_with_itself(monkeypatch):
     assert shake_hands(meeting.client("handshake"), 0, 1, {"seed": 1}, timeout=TIMEOUT) == {"seed": "1"}
 
 
-def test_many_differences_are_cut_short():
-    text = differences([{str(n): "a" for n in range(9)}, {str(n): "b" for n in range(9)}])
-    assert text.startswith("0: a on ranks 0; b on ranks 1 | 1: ") and text.endswith(" | and 3 more")
+def test_the_first_difference_is_told_in_a_readers_words():
+    facts = {"version": "1", "--save": "null", "--bf16": "true", "--seed": "1"}
+    other = facts | {"--save": "here", "--bf16": "false", "--seed": "2"}
+    assert first_difference([facts, other]) == "--save: not given on rank 0, here on rank 1"
+    assert first_difference([other | {"--save": "null"}, facts]) == "--bf16: no on rank 0, yes on rank 1"
+    assert first_difference([facts, dict(facts), facts]) == ""
 
 
 def test_the_code_version_changes_with_one_byte_of_a_source(tmp_path, monkeypatch):

@@ -140,6 +140,9 @@ def test_a_missing_yaml_file_is_refused():
         (["--lr-decay-iters", "0"], "--lr-decay-iters is 0"),
         (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "99"], "do not fit into the 10 steps"),
         (["--optimizer", "sgd", "--use-distributed-optimizer"], "distributes Adam only"),
+        (["--documents-per-microbatch", "4"], "4 with --microbatching dynamic: it would change nothing; give --microbatching fixed-count"),
+        (["--length-window", "100"], "100 with --document-order shuffle: it would change nothing; give --document-order length-window"),
+        (["--measure-pipeline-bubble"], "without a pipeline: .* nothing would be measured; give --pipeline-model-parallel-size 2"),
     ],
 )
 def test_wrong_or_contradictory_flags_are_refused(flags, complaint):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watch over a job, with ranks that are threads of one process and a store in memory. Whole runs: tests/functional_tests/test_job_faults.py."""
 
+import json
 import threading
 import time
 
@@ -8,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dyn.pipeline.agreement import AgreementError, LostRankError
+from megatron_dyn.pipeline.agreement import AgreementError, LostRankError, PlanDisagreement
 from megatron_dyn.training import job_watch
 from megatron_dyn.training.checkpoint_files import CheckpointError
 from megatron_dyn.training.failure_board import Failure, FailureBoard
 from megatron_dyn.training.job_failure import is_lost_peer, is_out_of_memory, report, tell
 from megatron_dyn.training.job_watch import JobWatch
-from megatron_dyn.training.progress import PATIENCE, Progress
+from megatron_dyn.training.progress import PATIENCE, JobEnded, Progress
 from megatron_dyn.training.stop_request import StopRequest
 
 
@@ -214,3 +215,67 @@ def test_the_rank_that_knows_why_speaks_for_an_error_that_all_share():
         [thread.join() for thread in threads]
     assert texts[2] == "AgreementError: step 5 cannot start, because rank 2: OSError: gone"
     assert all(text.startswith("leaving because rank 2 failed (starting") and "OSError: gone" in text for text in texts[:2])
+
+
+def test_a_stall_that_was_declared_ends_the_run_whatever_the_main_thread_does_then():
+    """Declared, the main thread gets no further than its next mark; and a run whose last step ended meanwhile is told at its end."""
+    with Job(2, stall_secs=0.2) as job:
+        for progress in job.progress:
+            progress.end_step()  # the first step is done
+        job.wait_for_the_end({0, 1})
+        for watch, progress in zip(job.watches, job.progress):
+            with pytest.raises(JobEnded, match="no rank has got on"):
+                progress.begin_step(8)
+            assert watch.finishing().kind == "stalled"
+
+
+def test_no_stall_is_declared_once_a_run_was_told_that_there_is_none():
+    with Job(1, stall_secs=0.2) as job:
+        job.progress[0].end_step()
+        assert job.watches[0].finishing() is None
+        time.sleep(0.5)
+        assert job.watches[0].root is None and job.ended == {}
+
+
+def test_no_rank_says_that_it_leaves_because_of_itself(capsys):
+    silent = Failure(kind="silent", rank=1, by=0, reason="rank 1 has given no sign of life")
+    assert silent.leaving(1) == "leaving because rank 0 gave this rank up: rank 1 has given no sign of life"
+    assert silent.leaving(2) == "leaving because rank 1 has given no sign of life"
+    with Job(2, heartbeat_secs=60) as job:  # rank 1 was frozen, and wakes
+        job.watches[0]._board.post(silent)
+        job.wait_for_the_end({0, 1})
+    assert "[rank 1] leaving because rank 0 gave this rank up" in capsys.readouterr().err
+
+
+def test_all_ranks_end_with_the_status_of_the_root_cause():
+    job = Job(3)
+    with job:
+        refusal = Failure(kind="shared", rank=0, by=0, reason="they differ", status=2)
+        job.watches[0].report(refusal)
+        deadline = time.monotonic() + 10
+        while len(job.ended) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert job.ended == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_failure_told_by_another_version_can_be_read():
+    store = dist.HashStore()
+    board = FailureBoard(store, rank=0, world=2)
+    store.set("failure", json.dumps({"kind": "raised", "rank": 1, "by": 1, "reason": "no", "of a later version": 3}))
+    store.set("alarm", "1")
+    assert board.alarm()[0] == Failure(kind="raised", rank=1, by=1, reason="no")
+
+
+def test_of_an_error_that_all_share_one_rank_tells_and_none_is_blamed():
+    with Job(3) as job:
+        error, texts = PlanDisagreement("the ranks disagree on step 3: T"), [""] * 3
+
+        def leave(rank):
+            told = tell(error, job.progress[rank].standing, budget=1, explained=(AgreementError,))
+            texts[rank] = report(error, told, job.watches[rank], job.progress[rank].standing)
+
+        threads = [threading.Thread(target=leave, args=(rank,)) for rank in range(3)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert texts[0] == "PlanDisagreement: the ranks disagree on step 3: T"
+    assert texts[1] == texts[2] == f"leaving with all ranks, as rank 0 tells: {texts[0]}"
