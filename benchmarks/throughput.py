@@ -33,10 +33,10 @@ from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
 from megatron_dyn.planning.config import MICROBATCHINGS
 from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
+from megatron_dyn.training.build import run_model
 from megatron_dyn.training.config import DataConfig
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
 from megatron_dyn.training.inputs import prepare_device
-from megatron_dyn.training.launch import run_model
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.model import padded_vocab_size
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models

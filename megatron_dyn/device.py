@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dyn.cpu_memory import TensorBytes
 from megatron_dyn.cpu_replacements import CPU_REPLACEMENTS
 
 BACKEND_VARIABLE = "MEGATRON_DYN_DISTRIBUTED_BACKEND"
@@ -163,6 +164,53 @@ def memory_stats(*, reset_peak: bool = False) -> dict[str, int] | None:
     if reset_peak:
         torch.cuda.reset_peak_memory_stats()
     return stats
+
+
+class MemoryMeter:
+    """Most bytes of tensors at once: of PyTorch's allocator on a GPU; on a CPU of what is made inside `with`."""
+
+    def __init__(self) -> None:
+        self._tensors = None if torch.cuda.is_available() else TensorBytes()
+
+    def __enter__(self) -> "MemoryMeter":
+        if self._tensors is not None:
+            self._tensors.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._tensors is not None:
+            self._tensors.__exit__(*error)
+
+    def restart(self) -> None:
+        """Begin a new peak; on a GPU memory that is only kept for later goes back first."""
+        if self._tensors is not None:
+            self._tensors.restart()
+        else:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """Most bytes since `restart`; waits for the device."""
+        synchronize()
+        return self._tensors.peak if self._tensors is not None else torch.cuda.max_memory_allocated()
+
+
+def release_memory() -> None:
+    """Give back what PyTorch's allocator only keeps for later."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def memory_outside() -> int:
+    """Bytes of the device that neither are free nor PyTorch's: contexts, communicators, other programs; 0 on a CPU.
+
+    Where several ranks of this host share the card, a rank counts on its share of what is free.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    sharing = -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count())
+    return total - free // sharing - torch.cuda.memory_reserved()
 
 
 class _OneByOne:

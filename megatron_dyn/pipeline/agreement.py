@@ -75,6 +75,23 @@ class Agreement:
             self._explain(what, value, error)
         return Agreed(stop_requested=stop)
 
+    def least(self, what: str, number: int) -> int:
+        """Meet all ranks; the least of their numbers.
+
+        Args:
+            what: What the number is, for the message.
+            number: This rank's.
+
+        Raises:
+            LostRankError: The connection to a rank broke, or it did not come in time.
+        """
+        least = torch.tensor([number], dtype=torch.int64)
+        try:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
+        except RuntimeError as lost:
+            raise LostRankError(f"a rank was lost while the ranks agreed on {what}: {lost}") from lost
+        return int(least)
+
     def _explain(self, what: str, value: str, error: BaseException | None) -> None:
         everybody = gather((value, in_words(error)), self._group)
         raise_failures(what, [text for _, text in everybody], error)

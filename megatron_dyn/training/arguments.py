@@ -15,7 +15,7 @@ import yaml
 
 from megatron_dyn.training import config as settings
 from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.field_flags import add_fields, base_type, field_docs, flag_name, flags_over_file
+from megatron_dyn.training.field_flags import add_fields, base_type, field_docs, flag_name, flags_over_file, words_beside
 from megatron_dyn.training.model_config import ModelConfig
 from megatron_dyn.training.overlap import Fp8Config, OverlapConfig
 from megatron_dyn.training.run_config import RunConfig
@@ -199,6 +199,8 @@ def _checked(path: str, name: str, value: object, hint: object) -> object:
     if value is None and type(None) in typing.get_args(hint):
         return None
     base, choices = base_type(hint)
+    if value in words_beside(hint):
+        return value
     if base is float and not isinstance(value, bool):
         try:
             return float(value)
@@ -215,7 +217,7 @@ def _checked(path: str, name: str, value: object, hint: object) -> object:
         return str(value)
     elif type(value) is base:
         return value
-    expected = f"one of {', '.join(map(str, choices))}" if choices else base.__name__
+    expected = f"one of {', '.join(map(str, choices))}" if choices else " or ".join([base.__name__, *words_beside(hint)])
     raise ConfigError(f"--config {path}: {name} is {value!r}; expected {expected}")
 
 
@@ -233,7 +235,7 @@ def flags_page() -> str:
         docs, hints = field_docs(cls), typing.get_type_hints(cls)
         for item in dataclasses.fields(cls):
             base, choices = base_type(hints[item.name])
-            kind = "" if base is bool else f" {' or '.join(map(str, choices))}" if choices else f" {'X ...' if base is list else base.__name__}"
+            kind = "" if base is bool else f" {' or '.join(map(str, choices))}" if choices else f" {'X ...' if base is list else ' or '.join([base.__name__, *words_beside(hints[item.name])])}"
             needed = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
             default = "needed" if needed else "" if item.default in (None, dataclasses.MISSING) else f"`{item.default}`"
             lines.append(f"| `{flag_name(item.name)}`{kind} | {default} | {docs[item.name]} |")

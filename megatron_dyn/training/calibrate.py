@@ -29,10 +29,10 @@ from megatron_dyn.microbatch import PackedMicrobatch, build_microbatch
 from megatron_dyn.planning import CostModel, Planner
 from megatron_dyn.planning.cost_file import POOR_FIT, write_cost_file
 from megatron_dyn.training.arguments import parse_arguments
+from megatron_dyn.training.build import run_model
 from megatron_dyn.training.config import require
 from megatron_dyn.training.distributed import initialize, world_size_from_environment
 from megatron_dyn.training.inputs import prepare_device
-from megatron_dyn.training.launch import run_model
 from megatron_dyn.training.optimizer import wrap_models
 from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.step import Stepper
@@ -180,6 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             unused["--global-batch-size"] = "1"
         flags += [word for flag, value in unused.items() if flag not in flags for word in (flag, value)]
     run = parse_arguments(flags, world_size=world_size_from_environment())
+    require(not run.data.finds_budget, "--max-tokens-per-microbatch auto: give the largest microbatch that is to be measured as a number")
     lengths = mixes(run.data.max_tokens_per_microbatch)
     require(len(lengths) >= 5, f"--max-tokens-per-microbatch {run.data.max_tokens_per_microbatch} leaves too few mixes to measure: give at least 256")
     backend, layers = prepare_device(run)

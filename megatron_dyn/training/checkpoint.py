@@ -91,6 +91,13 @@ class CheckpointManager:
             return None
         return on_every_rank("find the latest checkpoint", lambda: folder.latest() if dist.get_rank() == 0 else None)[0]
 
+    def recorded_run(self) -> Optional[dict]:
+        """The settings of the run that saved what `load` would load; None when there is nothing to load."""
+        iteration = self.latest()
+        if iteration is None:
+            return None
+        return on_every_rank(f"read iteration {iteration}", lambda: self._load_from.read_seal(iteration))[0]["extra"][RUN]
+
     # ---- saving --------------------------------------------------------------------------------------------
 
     def save(self, iteration: int, *, models: list, optimizer: Any, scheduler: Any, sampler_state: dict, extra: dict) -> Path:

@@ -13,6 +13,11 @@ from typing import Literal
 from megatron_dyn.pipeline.schedule import check_schedule
 
 
+AUTO = "auto"
+"""In the place of a budget: to be found."""
+MOST_MEMORY_GIB = 1e6
+
+
 class ConfigError(ValueError):
     """A run's settings are wrong or contradict each other; nothing has been started."""
 
@@ -150,8 +155,11 @@ class DataConfig:
     vocab_size: int | None = None
     """Vocabulary size when no --tokenizer-model is given (before padding for tensor parallelism)."""
 
-    max_tokens_per_microbatch: int | None = None
-    """Needed. Token budget B: no packed microbatch holds more tokens."""
+    max_tokens_per_microbatch: int | Literal["auto"] | None = None
+    """Needed. Token budget B: no packed microbatch holds more tokens. auto: the largest that fits the device, measured before the run starts."""
+
+    device_memory_gib: float | None = None
+    """Memory of one device that the run may take (none: all there is). Without a GPU --max-tokens-per-microbatch auto needs it."""
 
     global_batch_size: int | None = None
     """Documents in one optimizer step. Give this or --global-batch-tokens."""
@@ -204,7 +212,11 @@ class DataConfig:
         require(bool(self.data_path), "no --data-path: give the prefix of a .bin/.idx pair (python -m megatron_dyn preprocess writes one)")
         require(
             self.max_tokens_per_microbatch is not None,
-            "no --max-tokens-per-microbatch: it is the token budget B of a packed microbatch (what fits into memory, e.g. 8192)",
+            "no --max-tokens-per-microbatch: it is the token budget B of a packed microbatch (what fits into memory, e.g. 8192; auto finds it)",
+        )
+        require(
+            self.device_memory_gib is None or 0 < self.device_memory_gib <= MOST_MEMORY_GIB,
+            f"--device-memory-gib is {self.device_memory_gib}: the memory of one device, such as 80 (at most {MOST_MEMORY_GIB:,.0f})",
         )
         require(
             (self.global_batch_size is None) != (self.global_batch_tokens is None),
@@ -228,6 +240,11 @@ class DataConfig:
         )
         require(self.token_bucket >= 1, f"--token-bucket is {self.token_bucket}: it must be at least 1")
         require(self.prefetch_steps >= 0, f"--prefetch-steps is {self.prefetch_steps}: it must be at least 0")
+
+    @property
+    def finds_budget(self) -> bool:
+        """Whether the budget is still to be found."""
+        return self.max_tokens_per_microbatch == AUTO
 
 
 @dataclass(kw_only=True)

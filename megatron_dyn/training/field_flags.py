@@ -71,7 +71,26 @@ def _add_field(group: argparse._ArgumentGroup, item: dataclasses.Field, hint: ob
     elif choices:
         group.add_argument(flag, choices=choices, help=shown)
     else:
-        group.add_argument(flag, type=base, metavar={int: "N", float: "X", str: "S"}[base], help=shown)
+        metavar = {int: "N", float: "X", str: "S"}[base]
+        words = words_beside(hint)
+        if words:
+            group.add_argument(flag, type=_or_word(base, words), metavar="|".join([metavar, *words]), help=shown)
+        else:
+            group.add_argument(flag, type=base, metavar=metavar, help=shown)
+
+
+def words_beside(hint: object) -> list[str]:
+    """Words that may stand in the place of a number: int | Literal["auto"] | None -> ["auto"]; [] where there is none."""
+    options = typing.get_args(hint) if base_type(hint)[1] is None else ()
+    return [word for option in options if typing.get_origin(option) is typing.Literal for word in typing.get_args(option)]
+
+
+def _or_word(base: type, words: list[str]) -> typing.Callable[[str], object]:
+    def read(text: str) -> object:
+        return text if text in words else base(text)
+
+    read.__name__ = " or ".join([base.__name__, *words])  # argparse names it where a value is neither
+    return read
 
 
 def base_type(hint: object) -> tuple[type, list | None]:

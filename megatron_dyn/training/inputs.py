@@ -6,6 +6,7 @@ import importlib.util
 from megatron_dyn import device
 from megatron_dyn.corpus import Corpus, CorpusSplits, open_corpus
 from megatron_dyn.planning import PlanConfig, Planner, PlanError
+from megatron_dyn.planning.config import INT32_MAX
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import rank_from_environment, world_size_from_environment
 from megatron_dyn.training.folders import require_continuation, require_writable
@@ -48,14 +49,33 @@ class Inputs:
             data.data_path, split=data.split, seed=run.training.seed, vocab_size=self.vocab_size, read_tokens=self.reads_tokens
         )
         self.data_parallel_size = run.parallel.data_parallel_size(world_size_from_environment())
+        if self.splits.train is None:
+            raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
+        self.budget: int | None = None
+        """B, once it is known."""
+        self.planner: Planner | None = None
+        """Of the training documents, once B is known."""
+        self.validation_planner: Planner | None = None
+        if data.finds_budget:
+            self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, max_tokens_per_microbatch=INT32_MAX // 2)
+        else:
+            self.settle(run)
+
+    def settle(self, run: RunConfig) -> None:
+        """Make the planners: B is known.
+
+        Args:
+            run: settings, the budget among them.
+        Raises:
+            ConfigError, PlanError: these documents cannot be planned with it.
+        """
+        self.budget = run.data.max_tokens_per_microbatch
         cost = run.cost_model(self.vocab_size)
         self.plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost)
         changes = dict(document_order="sequential", drop_last=False)
         if self.plan_config.microbatching == "concat-chunk":
             changes["microbatching"] = "dynamic"  # held-out losses of all ways are per document
         self._validation_plan_config = run.plan_config(data_parallel_size=self.data_parallel_size, cost=cost, **changes)
-        if self.splits.train is None:
-            raise ConfigError(f"--split {data.split} leaves no document to train on: give training a share")
         self._make_planners(run)
 
     def adopt_fingerprints(self, run: RunConfig, *, training: str, validation: str) -> None:
@@ -63,7 +83,8 @@ class Inputs:
         self.splits.train.fingerprint = training
         if self.splits.valid is not None:
             self.splits.valid.fingerprint = validation
-        self._make_planners(run)
+        if self.planner is not None:
+            self._make_planners(run)
 
     def _make_planners(self, run: RunConfig) -> None:
         self.planner = _planner_of(self.splits.train, self.plan_config, "")

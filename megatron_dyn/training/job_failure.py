@@ -2,7 +2,7 @@
 """What an error on this rank means for the job: a cause of its own, the same on all ranks, or the echo of another rank's end."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,14 @@ class Told:
     """For this rank's output, with a traceback where the error explains itself to programmers only."""
 
 
-def tell(error: BaseException, standing: Standing, *, budget: int | None, explained: tuple[type[BaseException], ...]) -> Told:
+def tell(
+    error: BaseException,
+    standing: Standing,
+    *,
+    budget: int | None,
+    explained: tuple[type[BaseException], ...],
+    advice: Callable[[], str] = str,
+) -> Told:
     """An error in words.
 
     Args:
@@ -41,8 +48,9 @@ def tell(error: BaseException, standing: Standing, *, budget: int | None, explai
         standing: Where the rank stood.
         budget: --max-tokens-per-microbatch.
         explained: Types whose message says all that a user needs.
+        advice: What would fit where memory ran out; "" where that is not known.
     """
-    reason = out_of_memory(error, standing, budget=budget) if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+    reason = out_of_memory(error, standing, budget=budget, advice=advice()) if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
     whole = isinstance(error, explained) or is_out_of_memory(error)
     text = reason if whole else "".join(traceback.format_exception(error)).rstrip()
     return Told(reason=reason[:_MOST_WORDS], text=text)
@@ -99,7 +107,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(error: BaseException, standing: Standing, *, budget: int | None) -> str:
+def out_of_memory(error: BaseException, standing: Standing, *, budget: int | None, advice: str = "") -> str:
     """What ran out, at which T, and what to lower."""
     cause = next(cause for cause in _chain(error) if is_out_of_memory(cause) and cause.__cause__ is None)
     stats = device.memory_stats()
@@ -110,7 +118,7 @@ def out_of_memory(error: BaseException, standing: Standing, *, budget: int | Non
         f"out of memory at {place(standing)}{rows} ({type(cause).__name__}: {first}{peak}). Lower --max-tokens-per-microbatch "
         "(the step keeps its documents and its loss; it only has more microbatches), recompute activations (--recompute-granularity full "
         "--recompute-method uniform --recompute-num-layers 1), or divide the model further (--tensor-model-parallel-size with "
-        "--sequence-parallel, --pipeline-model-parallel-size, --use-distributed-optimizer)"
+        "--sequence-parallel, --pipeline-model-parallel-size, --use-distributed-optimizer)" + (f". {advice}" if advice else "")
     )
 
 

@@ -5,6 +5,7 @@ Everything that can be refused without other ranks is refused before a process g
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import sys
 from datetime import timedelta
@@ -12,7 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_dyn
 from megatron_dyn import device, userbuffers
@@ -23,6 +23,8 @@ from megatron_dyn.planning import PlanError, TokenBudgetBatchSampler
 from megatron_dyn.planning.cost_file import doubts
 from megatron_dyn.training.agreed_steps import step_meetings
 from megatron_dyn.training.arguments import parse_arguments
+from megatron_dyn.training.budget_probe import check_memory_limit, with_found_budget
+from megatron_dyn.training.build import run_model
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
 from megatron_dyn.training.config import ConfigError
 from megatron_dyn.training.distributed import initialize, meet_ranks, rank_from_environment, world_size_from_environment
@@ -35,10 +37,11 @@ from megatron_dyn.training.job_failure import is_lost_peer, report, tell
 from megatron_dyn.training.job_watch import JobWatch
 from megatron_dyn.training.loop import Trainer
 from megatron_dyn.training.metrics_file import MetricsError
-from megatron_dyn.training.model import build_model, padded_vocab_size, transformer_config
+from megatron_dyn.training.memory_advice import advice_for
+from megatron_dyn.training.model import padded_vocab_size
 from megatron_dyn.training.nonfinite import NonFiniteError
 from megatron_dyn.training.optimizer import build_optimizer, wrap_models
-from megatron_dyn.training.overlap import fp8_settings, initialize_overlap, overlap_settings, prepare_overlap
+from megatron_dyn.training.overlap import prepare_overlap
 from megatron_dyn.training.progress import PROGRESS, JobEnded, Standing
 from megatron_dyn.training.rendezvous import Meeting, RefusedError, meet, uses_launchers_store
 from megatron_dyn.training.run_config import RunConfig
@@ -73,6 +76,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     PROGRESS.restart()
     try:
         run = parse_arguments(sys.argv[1:] if argv is None else argv, world_size=world_size_from_environment())
+        check_memory_limit(run)
         inputs = Inputs(run)
     except (ConfigError, CorpusError, PlanError, OSError) as error:
         print(f"pretrain_gpt_thd.py: error: {error}", file=sys.stderr, flush=True)
@@ -86,7 +90,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
     except (Exception, KeyboardInterrupt) as error:
         standing = PROGRESS.standing
         status = _status(error, standing)
-        told = tell(error, standing, budget=run.data.max_tokens_per_microbatch, explained=_EXPLAINED)
+        told = tell(error, standing, budget=inputs.budget, explained=_EXPLAINED, advice=lambda: advice_for(run, inputs))
         if watch is not None:
             text = report(error, told, watch, standing, status=status)
         else:
@@ -153,6 +157,16 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
         failure = error
     agreement.check("the UserBuffers extension", extension, error=failure)
 
+    manager = None
+    if run.checkpoint.save or run.checkpoint.load:
+        manager = CheckpointManager(
+            save=run.checkpoint.save, load=run.checkpoint.load, keep_last=run.checkpoint.keep_last, vocab_size=inputs.vocab_size
+        )
+    budget = ""
+    found = None
+    if run.data.finds_budget:
+        run, budget, found = with_found_budget(run, inputs, agreement, manager)
+
     PROGRESS.mark("building the model")
     rank = parallel_state.get_data_parallel_rank()
     config, chunks, overlap = run_model(
@@ -166,12 +180,8 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
     )
     progress = {"iteration": 0, "consumed_tokens": 0, "consumed_documents": 0, "evaluated_iteration": None}
 
-    manager = None
     resumed = ""
-    if run.checkpoint.save or run.checkpoint.load:
-        manager = CheckpointManager(
-            save=run.checkpoint.save, load=run.checkpoint.load, keep_last=run.checkpoint.keep_last, vocab_size=inputs.vocab_size
-        )
+    if manager is not None:
         PROGRESS.mark("loading")
         state = manager.load(models=models, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
         if state is not None:
@@ -200,7 +210,7 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
         log_interval=run.logging.log_interval,
         header=_header(run, inputs, parameters) | ({"overlap": overlap} if overlap else {}),
         tensorboard=run.logging.tensorboard,
-        about=_about(run, inputs, parameters),
+        about=_about(run, inputs, parameters) | ({"budget": dataclasses.asdict(found)} if found else {}),
     )
     failure = None
     try:
@@ -209,8 +219,8 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
         failure = error
     agreement.check("the run's folder", "", error=failure)
     with contextlib.closing(log):
-        if resumed:
-            log.notice(resumed)
+        for notice in filter(None, (budget, resumed)):
+            log.notice(notice)
         if run.data.cost_file:
             for doubt in doubts(run.data.cost_file, vars(run.model)):
                 log.warning(doubt)
@@ -247,24 +257,6 @@ def pretrain(run: RunConfig, inputs: Inputs, meeting: Meeting, *, stop: StopRequ
     dist.destroy_process_group()
     if locks is not None:
         locks.release()
-
-
-def run_model(
-    run: RunConfig, *, vocab_size: int, layers: str, process_group_backend: str
-) -> tuple[TransformerConfig, list[torch.nn.Module], str | None]:
-    """The model of a run, and before it the buffers its layers exchange through.
-
-    Returns:
-        Its configuration, its chunks on this rank, and what there is of overlap (see `initialize_overlap`).
-    """
-    capacity = run.plan_config(data_parallel_size=1).capacity
-    overlap = initialize_overlap(run, capacity=capacity, layers=layers, process_group_backend=process_group_backend)
-    extra = overlap_settings(run.overlap) | fp8_settings(run.fp8)
-    config = transformer_config(run.model, run.parallel, precision=run.precision, **extra)
-    fused = layers == "te" and run.training.gradient_accumulation_fusion
-    seed = run.training.seed
-    chunks = build_model(config, run.model, vocab_size=vocab_size, backend=layers, seed=seed, fuse_weight_gradients=fused)
-    return config, chunks, overlap
 
 
 def _about(run: RunConfig, inputs: Inputs, parameters: int) -> dict:

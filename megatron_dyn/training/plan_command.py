@@ -65,13 +65,9 @@ def _plan(request: PlanRequest) -> tuple[Planned, PlanConfig, list[Section], dic
         proposal = recommend(
             request.lengths,
             plan_config=_open_batch(request),
-            model=request.model,
-            parallel=request.parallel,
-            vocab_size=request.embedding_rows,
-            bf16=request.get("bf16", True),
+            settings=request.memory,
             device_memory_gib=request.get("device_memory_gib"),
-            data_parallel_size=request.data_parallel_size,
-            budget=request.get("max_tokens_per_microbatch"),
+            budget=request.budget,
             token_bucket=request.get("token_bucket"),
             global_batch_given=_batch_given(request),
         )

@@ -10,7 +10,7 @@ from megatron_dyn.pipeline.schedule import microbatch_multiple
 from megatron_dyn.planning import CostModel, PlanConfig, alignment_for
 from megatron_dyn.planning.config import DOCUMENT_ORDERS, MICROBATCHINGS, OVERSIZE_POLICIES
 from megatron_dyn.planning.cost_file import read_cost_file
-from megatron_dyn.training.config import ConfigError, DataConfig, ParallelConfig
+from megatron_dyn.training.config import AUTO, ConfigError, DataConfig, ParallelConfig
 from megatron_dyn.training.field_flags import flag_name
 from megatron_dyn.training.model_config import ModelConfig
 
@@ -63,7 +63,10 @@ def planner_config(
             microbatch_multiple=microbatch_multiple(parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size),
             cost=cost,
         )
-        return PlanConfig(**(settings | changes))
+        settings |= changes
+        if settings["max_tokens_per_microbatch"] == AUTO:
+            raise ConfigError("--max-tokens-per-microbatch auto is measured when a run starts, and nothing can be planned before: give a number")
+        return PlanConfig(**settings)
     except ValueError as error:
         raise ConfigError(in_flags(str(error))) from error
 

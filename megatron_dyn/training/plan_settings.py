@@ -15,8 +15,9 @@ from megatron_dyn.corpus import open_corpus
 from megatron_dyn.corpus.computed_lengths import ComputedLengths
 from megatron_dyn.planning import CostModel, PlanConfig
 from megatron_dyn.planning.alignment import round_up
-from megatron_dyn.training.config import ConfigError, DataConfig, ParallelConfig, require
+from megatron_dyn.training.config import AUTO, MOST_MEMORY_GIB, ConfigError, DataConfig, ParallelConfig, require
 from megatron_dyn.training.field_flags import add_fields, flag_name, flags_over_file
+from megatron_dyn.training.memory import MemorySettings
 from megatron_dyn.training.model_config import ModelConfig, check_model_parallel
 from megatron_dyn.training.plan_from_settings import AS_GIVEN, cost_model, planner_config, vocabulary
 
@@ -25,7 +26,6 @@ PARALLEL = tuple(item.name for item in fields(ParallelConfig))
 MODEL = tuple(item.name for item in fields(ModelConfig))
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 """What a model needs; without all of them the default cost is used."""
-MOST_MEMORY_GIB = 1e6
 SEED = 1234
 
 
@@ -58,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--data-parallel-size", type=int, metavar="N", help="copies of the model that share a step (default: 1)")
     add_fields(group, ParallelConfig)
     group.add_argument("--fp8", choices=("e4m3", "hybrid"), help="FP8 matrix products: T is then a multiple of 16 rows on each rank")
+    group.add_argument("--tp-comm-overlap", action=argparse.BooleanOptionalAction, help="for --recommend: count UserBuffers (default: no)")
     group.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="for --recommend: train in bf16 (default: yes)")
     add_fields(parser.add_argument_group("model, for the cost and --recommend (as in a run)"), ModelConfig)
     group = parser.add_argument_group("report")
@@ -122,6 +123,25 @@ class PlanRequest:
     def data_parallel_size(self) -> int:
         return self.get("data_parallel_size", 1)
 
+    @property
+    def budget(self) -> int | None:
+        """B where it is given as a number."""
+        given = self.get("max_tokens_per_microbatch")
+        return None if given == AUTO else given
+
+    @property
+    def memory(self) -> MemorySettings:
+        """What decides what a rank of a run with these flags holds."""
+        return MemorySettings(
+            model=self.model,
+            parallel=self.parallel,
+            vocab_size=self.embedding_rows,
+            bf16=self.get("bf16", True),
+            data_parallel_size=self.data_parallel_size,
+            fp8_recipe="delayed" if self.get("fp8") else None,
+            overlap_table={} if self.get("tp_comm_overlap") else None,
+        )
+
     @cached_property
     def vocab_size(self) -> int:
         """0: not given."""
@@ -185,8 +205,9 @@ def read_request(found: dict) -> PlanRequest:
     batches = [name for name in ("global_batch_size", "global_batch_tokens") if values.get(name) is not None]
     if not recommend:
         require(
-            values.get("max_tokens_per_microbatch") is not None,
-            "no --max-tokens-per-microbatch: it is the token budget B of a packed microbatch; --recommend proposes one",
+            values.get("max_tokens_per_microbatch") not in (None, AUTO),
+            "no --max-tokens-per-microbatch (a number: a run measures auto when it starts): it is the token budget B of a packed microbatch; "
+            "--recommend proposes one",
         )
     require(
         len(batches) == 1 or (recommend and not batches),

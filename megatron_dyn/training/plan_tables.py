@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from megatron_dyn.planning.page import TableOf
 from megatron_dyn.planning.report import TITLES, PlanReport
+from megatron_dyn.training.memory import CONTEXT_BYTES, GIB, MARGIN
 from megatron_dyn.training.plan_from_settings import in_flags
-from megatron_dyn.training.recommend import CONTEXT_BYTES, GIB, MARGIN, Recommendation
+from megatron_dyn.training.recommend import Recommendation
 
 
 IDLE_WORTH_A_WARNING = 0.1
@@ -140,9 +141,11 @@ def recommendation_tables(found: Recommendation) -> list[TableOf]:
         (
             "activations",
             f"{memory.token_bytes / 1024:,.0f} KiB a token of B: {memory.layers_in_flight:g} layers in flight at "
-            f"{memory.layer_bytes / 1024:.1f} KiB where kept whole, output layer {memory.output_bytes / 1024:,.0f} KiB",
+            f"{memory.layer_bytes / 1024:.1f} KiB where kept whole, output layer {memory.output_bytes / 1024:,.0f} KiB, UserBuffers "
+            f"{memory.buffer_bytes / 1024:,.0f} KiB",
         ),
-        ("context, workspaces", f"{CONTEXT_BYTES / GIB:g} GiB, and {MARGIN:.0%} of the device left alone (assumed)"),
+        ("workspaces, copies of weights", f"{memory.workspace_bytes / GIB:.2f} GiB"),
+        ("context", f"{CONTEXT_BYTES / GIB:g} GiB, and {MARGIN:.0%} of the device left alone (assumed)"),
         ("largest B", f"{found.largest_budget:,} on a device of {found.device_memory_gib:g} GiB"),
     ]
     budgets = TableOf(
@@ -169,9 +172,8 @@ def recommendation_tables(found: Recommendation) -> list[TableOf]:
         rows=[(f"{choice.token_bucket:,}", f"{choice.distinct_T:,}", f"{choice.slot_fill:.2%}") for choice in found.buckets],
     )
     notes = [
-        "An estimate by formula (Korthikanti et al. 2022, arXiv 2205.05198, table 2; Megatron-LM's theoretical_memory_usage.py), with "
-        "SwiGLU and grouped queries counted; nothing was measured. Fragmentation, buffers of exchanges and UserBuffers, attention's "
-        "workspaces and FP8 copies of the weights are in the margin only. Before a long run try a few steps at the proposed B, which is "
-        "also the largest T.",
+        "An estimate by formula (docs/planning.md), for Transformer Engine's layers; nothing was measured here. Fragmentation and the buffers of "
+        "collectives are in the margin. Before a long run try a few steps at the proposed B, which is also the largest T, or let the run measure "
+        "it: --max-tokens-per-microbatch auto.",
     ]
     return [TableOf(rows=proposal), TableOf(title="Memory of the fullest rank", rows=fixed, notes=notes), budgets, buckets]

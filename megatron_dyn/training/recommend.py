@@ -16,14 +16,8 @@ from megatron_dyn.planning.config import INT32_MAX
 from megatron_dyn.planning.division import division_of
 from megatron_dyn.planning.simulate import step_time
 from megatron_dyn.training.config import ConfigError, ParallelConfig, require
-from megatron_dyn.training.memory import RankMemory, fullest_rank
-from megatron_dyn.training.model_config import ModelConfig
+from megatron_dyn.training.memory import CONTEXT_BYTES, GIB, MemorySettings, RankMemory, rounded_down, tightest_rank, usable_bytes
 
-GIB = 2**30
-MARGIN = 0.10
-"""Share of the device's memory that is left alone: fragments, buffers of the exchanges, what the formulas leave out."""
-CONTEXT_BYTES = 2 * GIB
-"""The device's context, communicators and workspaces of matrix products."""
 IDLE_SHARE = 0.10
 """Of a pipeline: what the proposed number of microbatches leaves at most to filling and draining."""
 LEAST_MICROBATCHES = 4
@@ -112,12 +106,8 @@ def recommend(
     lengths: np.ndarray | ComputedLengths,
     *,
     plan_config: Callable[..., PlanConfig],
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    vocab_size: int,
-    bf16: bool,
+    settings: MemorySettings,
     device_memory_gib: float,
-    data_parallel_size: int,
     budget: int | None = None,
     token_bucket: int | None = None,
     global_batch_given: bool = False,
@@ -128,7 +118,8 @@ def recommend(
         lengths: tokens per document, [D].
         plan_config: (max_tokens_per_microbatch=..., token_bucket=..., global_batch_tokens=...) -> the planner's settings; the last only
             where the global batch is open.
-        vocab_size: rows of the embedding.
+        settings: what decides what a rank holds.
+        device_memory_gib: of one device.
         budget: B, when it is given and only the rest is to be proposed.
         token_bucket: the same of the bucket.
         global_batch_given: keep the global batch of `plan_config`.
@@ -137,17 +128,14 @@ def recommend(
         ConfigError: the model does not fit, whatever B.
         PlanError: no budget that fits makes a plan possible.
     """
-    room = device_memory_gib * GIB * (1 - MARGIN) - CONTEXT_BYTES
-    sizes = dict(vocab_size=vocab_size, bf16=bf16, data_parallel_size=data_parallel_size)
-    memory = fullest_rank(model, parallel, **sizes)
-    memory = fullest_rank(model, parallel, **sizes, budget=max(1, int((room - memory.state_bytes) // memory.token_bytes)))
-    largest = int((room - memory.state_bytes) // memory.token_bytes)
+    parallel, data_parallel_size = settings.parallel, settings.data_parallel_size
+    room = usable_bytes(device_memory_gib * GIB)
+    memory = tightest_rank(settings, room)
     unit = plan_config(max_tokens_per_microbatch=1024, token_bucket=1, global_batch_tokens=1).alignment
-    largest = min(largest, INT32_MAX - unit)
-    largest -= largest % math.lcm(unit, 256) if largest >= math.lcm(unit, 256) else 0
+    largest = rounded_down(min(memory.largest(room), INT32_MAX - unit), unit)
     require(
         largest >= max(unit, 256),
-        f"weights, gradients and optimizer take an estimated {memory.state_bytes / GIB:.1f} GiB of the {room / GIB:.1f} GiB that are "
+        f"weights, gradients, optimizer and workspaces take an estimated {memory.fixed_bytes / GIB:.1f} GiB of the {room / GIB:.1f} GiB that are "
         f"usable on a device of {device_memory_gib:g} GiB, and a token takes {memory.token_bytes / 1024:,.0f} KiB: no budget of use "
         "would fit; raise "
         "--tensor-model-parallel-size or --pipeline-model-parallel-size, or use --use-distributed-optimizer or --recompute-granularity",

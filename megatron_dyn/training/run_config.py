@@ -5,6 +5,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from megatron_dyn.planning import CostModel, PlanConfig
+from megatron_dyn.planning.config import INT32_MAX
 from megatron_dyn.training.config import (
     CheckpointConfig,
     ConfigError,
@@ -61,7 +62,8 @@ class RunConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         check_overlap(self)
-        self.plan_config(data_parallel_size=1)  # refuses what makes no plan possible
+        stand_in = dict(max_tokens_per_microbatch=INT32_MAX // 2) if self.data.finds_budget else {}
+        self.plan_config(data_parallel_size=1, **stand_in)  # refuses what makes no plan possible
 
     @property
     def precision(self) -> str:
@@ -107,6 +109,10 @@ class RunConfig:
             cost=self.cost_model() if cost is None else cost,
             **changes,
         )
+
+    def with_budget(self, tokens: int) -> "RunConfig":
+        """This run with a budget that was found."""
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, max_tokens_per_microbatch=tokens))
 
     def as_dict(self) -> dict:
         """Nested plain values, e.g. for a checkpoint's record of how it was made."""
