@@ -13,6 +13,8 @@ Karmarkar-Karp is left out where it takes too long (--most-differencing).
 
 import argparse
 import itertools
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,12 +87,11 @@ def batch_of(pipeline: tuple[int, int], budget: int, ranks: int, documents_per_r
     return ("global_batch_tokens", step_tokens(budget, microbatches=least_microbatches(parallel), data_parallel_size=ranks))
 
 
-def simulate(name: str, budget: int, ranks: int, arguments: argparse.Namespace) -> dict[tuple[int, int], dict[str, float]]:
-    """Times of all ways as multiples of the planned one's, by pipeline."""
+def simulate(name: str, budget: int, ranks: int, arguments: argparse.Namespace) -> Iterator[dict]:
+    """Times of all ways as multiples of the planned one's, for each pipeline."""
     cost = CostModel(linear=1.0, quadratic=arguments.quadratic)
     mean = lengths_of(name, 1 << 16, arguments.idx).mean()
     divided: dict[Setting, dict] = {}
-    ratios = {}
     for pp, vpp in PIPELINES:
         batch = batch_of((pp, vpp), budget, ranks, arguments.documents_per_rank)
         documents = batch[1] if batch[0] == "global_batch_size" else int(batch[1] / mean)
@@ -102,11 +103,17 @@ def simulate(name: str, budget: int, ranks: int, arguments: argparse.Namespace) 
         found = divided[setting]
         total = {way: sum(step_time(table, pipeline_parallel=pp, virtual_stages=vpp) for table in found[way]) for way in ("planned", *WAYS)}
         over, used = found["over"][0]
-        ratios[pp, vpp] = {way: total[way] / total["planned"] if found[way] else float("nan") for way in WAYS} | {
-            "over": over / max(used, 1),
-            "K": float(np.mean([table.shape[1] for table in found["planned"]])),
-        }
-    return ratios
+        row = {way: total[way] / total["planned"] if found[way] else None for way in WAYS}
+        even = sum(step_time(np.full((1, table.shape[1]), table.mean()), pipeline_parallel=pp, virtual_stages=vpp) for table in found["planned"])
+        row |= {"even": even / total["planned"], "over": over / max(used, 1)}  # even: all microbatches of a step cost the same
+        row |= {f"K of {way}": float(np.mean([table.shape[1] for table in found[way]])) for way in ("planned", *WAYS) if found[way]}
+        yield {"cell": [name, budget, ranks, pp, vpp], "documents_per_rank": arguments.documents_per_rank, "steps": steps, **row}
+
+
+def known_rows(arguments: argparse.Namespace) -> dict[tuple, dict]:
+    """Cells of the results files that were made with this kind of batch."""
+    rows = [json.loads(line) for path in arguments.results if path.exists() for line in path.read_text().splitlines()]
+    return {tuple(row["cell"]): row for row in rows if row["documents_per_rank"] == arguments.documents_per_rank}
 
 
 def main() -> None:
@@ -120,22 +127,31 @@ def main() -> None:
         "--quadratic", type=float, default=CostModel().quadratic, help="cost of attention per token pair, against 1 per token"
     )
     parser.add_argument("--most-differencing", type=int, default=30_000_000, help="parts that Karmarkar-Karp may join for a cell: a minute or two")
+    parser.add_argument("--names", nargs="+", choices=["lognormal", "mix_heavytail"], default=["lognormal", "mix_heavytail"])
+    parser.add_argument(
+        "--results", type=Path, nargs="+", default=[], help="files of cells: what they hold is not simulated again; new cells go to the first"
+    )
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    names = ["lognormal"] + (["mix_heavytail"] if arguments.idx.with_suffix(".idx").exists() else [])
-    ratios: dict[tuple, dict[str, float]] = {}
+    names = arguments.names if arguments.idx.with_suffix(".idx").exists() else ["lognormal"]
+    ratios = known_rows(arguments)
     for name, budget in itertools.product(names, arguments.budgets):
         for ranks in arguments.ranks:
-            found = simulate(name, budget, ranks, arguments)
-            ratios |= {(name, budget, ranks, *pipeline): row for pipeline, row in found.items()}
+            if all((name, budget, ranks, *pipeline) in ratios for pipeline in PIPELINES):
+                continue
+            for row in simulate(name, budget, ranks, arguments):
+                ratios[tuple(row["cell"])] = row
+                if arguments.results:
+                    with arguments.results[0].open("a") as stream:
+                        stream.write(json.dumps(row) + "\n")
         print_table(name, budget, arguments.ranks, ratios)
     if arguments.picture:
         draw(names, arguments, ratios)
 
 
-def cell(row: dict[str, float]) -> str:
+def cell(row: dict) -> str:
     """in order / KK / padded; share of KK's microbatches above B."""
-    left_out = np.isnan(row["karmarkar_karp"])
+    left_out = row["karmarkar_karp"] is None
     differencing = "-" if left_out else f"{row['karmarkar_karp']:.3f}"
     return f"{row['in_order']:.3f} / {differencing} / {row['padded']:.1f}" + ("" if left_out else f"; {row['over']:.0%}")
 
@@ -146,7 +162,7 @@ def print_table(name: str, budget: int, ranks: list[int], ratios: dict) -> None:
     for pp, vpp in PIPELINES:
         found = [ratios[name, budget, count, pp, vpp] for count in ranks]
         cells = [cell(row) for row in found]
-        fewest, most = (f"{choose(row['K'] for row in found):.1f}" for choose in (min, max))
+        fewest, most = (f"{choose(row['K of planned'] for row in found):.1f}" for choose in (min, max))
         print(f"| {pp} x {vpp} | {fewest if fewest == most else f'{fewest}-{most}'} | {' | '.join(cells)} |", flush=True)
 
 
@@ -164,7 +180,7 @@ def draw(names: list[str], arguments: argparse.Namespace, ratios: dict) -> None:
                 ("karmarkar_karp", BLUE, "Karmarkar-Karp (may exceed B)"),
             ):
                 for count, style in zip(arguments.ranks, ("-", "--", ":")):
-                    values = [ratios[name, budget, count, *pipeline][way] for pipeline in PIPELINES]
+                    values = [ratios[name, budget, count, *pipeline][way] or np.nan for pipeline in PIPELINES]
                     axes.plot(places, values, style, color=colour, marker="o", markersize=3.5, linewidth=1.5, label=f"{title}, DP {count}")
             axes.axhline(1.0, color=GREEN, linewidth=1.4, label="planned")
             axes.set_xticks(places, [f"{pp}x{vpp}" for pp, vpp in PIPELINES])

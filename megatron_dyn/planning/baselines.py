@@ -14,6 +14,7 @@ microbatches. Rules that know no padding to an alignment get ours.
 
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -62,7 +63,7 @@ def largest_differencing(values: Sequence[float], parts: int, *, equal_size: boo
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
 
     def keep(division: list[tuple[float, list[int]]]) -> None:
-        division.sort(key=lambda part: -part[0])
+        division.sort(key=operator.itemgetter(0), reverse=True)  # equal ones stay in their order
         heapq.heappush(heap, (division[-1][0] - division[0][0], next(counter), division))
 
     step = parts if equal_size else 1
