@@ -10,7 +10,8 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from megatron_dyn.compare.arms import Arm
 from megatron_dyn.compare.runs import Run
-from megatron_dyn.compare.verdicts import final_loss, noise_floor
+from megatron_dyn.compare.noise import deviation
+from megatron_dyn.compare.verdicts import final_loss
 from megatron_dyn.figures import BLUE, GREEN, GREY, ORANGE, RED, legend_above, new_figure, thousands, tidy
 
 LINES = ("-", (0, (6, 3)), (0, (2, 2)), "-.", (0, (1, 3)), "-", "-")
@@ -51,7 +52,7 @@ def draw_differences(arms: Sequence[Arm]) -> Figure:
     figure = new_figure(10, 3.6)
     axes = figure.subplots()
     reference = arms[0]
-    floor = noise_floor(reference, final_loss)
+    floor = deviation([final_loss(run) for run in reference.runs.values()])
     if floor is not None:
         level = float(np.mean([final_loss(run) for run in reference.runs.values()]))
         axes.axhspan(-floor / level, floor / level, color=GREY, alpha=0.18, label="standard deviation over seeds", linewidth=0)

@@ -4,9 +4,9 @@
 Two kinds of comparison:
 
 - *exact*: both in fp32 with the same pieces. Sums are taken in another order, nothing else: 1e-5 at every step.
-- *noise*: anything else. Rounding differs from the first step on and grows as training does; what counts is that the arms do not part by
-  more than seeds do. The noise floor is the standard deviation over the seeds of the reference arm (at least three); with fewer,
-  what needs it is reported and not judged.
+- *noise*: anything else. Rounding differs from the first step on and grows as training does; what counts is that the means over the seeds
+  of the arms do not part by more than seeds explain (`noise.py`). With fewer than three seeds of the reference arm, what needs it is
+  reported and not judged.
 
 A run that trains on other data ("concat-chunk") is judged by its held-out loss alone.
 """
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from megatron_dyn.compare.arms import Arm
+from megatron_dyn.compare.noise import FEWEST_SEEDS, deviation, noise_limit
 from megatron_dyn.compare.runs import CompareError, Run
 
 EXACT_LOSS = 1e-5
@@ -27,7 +28,6 @@ EXACT_NORM = 1e-4
 ROUNDED_LOSS = {"bf16": 2e-3, "fp8": 1e-2}
 """Largest relative difference of the first step's loss: same weights, same documents, rounding alone."""
 ROUNDED_NORM = {"bf16": 3e-2, "fp8": 1e-1}
-FEWEST_SEEDS = 3
 LEAST_CORRELATION = 0.99
 MOST_NORM_RATIO = 1.05
 LAST_PART = 0.1
@@ -149,12 +149,6 @@ def _pointwise(arm: Arm, pairs: list[Pair]) -> Verdict:
     return _verdict("every loss", arm, value, EXACT_LOSS, f"largest relative difference of a loss over {max(pair.steps for pair in pairs)} steps")
 
 
-def noise_floor(reference: Arm, value: Callable[[Run], float]) -> float | None:
-    """Standard deviation over the seeds of the reference arm; None with too few of them."""
-    values = [value(run) for run in reference.runs.values()]
-    return float(np.std(values, ddof=1)) if len(values) >= FEWEST_SEEDS else None
-
-
 def final_loss(run: Run, steps: int | None = None) -> float:
     """Mean loss of the last part of the steps."""
     loss = run.loss[: steps or len(run.loss)]
@@ -162,23 +156,28 @@ def final_loss(run: Run, steps: int | None = None) -> float:
     return float(last[np.isfinite(last)].mean()) if np.isfinite(last).any() else math.nan
 
 
-def _judged_by_noise(name: str, arm: Arm, difference: float, floor: float | None, text: str) -> Verdict:
-    if floor is None:
+def _judged_by_noise(name: str, arm: Arm, difference: float, reference: Sequence, seeds: int, text: str) -> Verdict:
+    """Against what the values of the reference's seeds (one or several each) allow."""
+    limit = noise_limit(reference, seeds)
+    if limit is None:
         return _verdict(name, arm, difference, None, f"{text}; not judged: the noise floor needs {FEWEST_SEEDS} seeds of the reference")
-    return _verdict(name, arm, difference, floor, f"{text}, against the standard deviation over the reference's seeds")
+    in_deviations = f"; {difference / deviation(reference):.1f} standard deviations" if deviation(reference) else ""
+    return _verdict(name, arm, difference, limit, f"{text}, against what the reference's seeds explain{in_deviations}")
+
+
+def _windows(run: Run, steps: int) -> list[float]:
+    """Mean loss of each tenth of the steps."""
+    window = max(1, round(LAST_PART * steps))
+    return [float(np.nanmean(run.loss[end - window : end])) for end in range(window, steps + 1, window)]
 
 
 def _parted(arm: Arm, pairs: list[Pair], reference: Arm) -> Verdict:
     """The mean difference over windows of steps, the worst window: noise of single steps averages out, parting does not."""
-
-    def worst(pair: Pair) -> float:
-        mine, theirs = pair.reference.loss[: pair.steps], pair.other.loss[: pair.steps]
-        window = max(1, round(LAST_PART * pair.steps))
-        ends = range(window, pair.steps + 1, window)
-        return max(abs(float(np.nanmean(theirs[end - window : end] - mine[end - window : end]))) for end in ends)
-
-    floor = noise_floor(reference, final_loss)
-    return _judged_by_noise("every loss", arm, _over(pairs, worst), floor, "largest mean difference of the loss over a tenth of the steps (nats)")
+    steps = min(pair.steps for pair in pairs)
+    apart = np.array([_windows(pair.other, steps) for pair in pairs]) - np.array([_windows(pair.reference, steps) for pair in pairs])
+    seeds = [_windows(run, steps) for run in reference.runs.values() if len(run.loss) >= steps]
+    text = "largest mean difference of the loss over a tenth of the steps (nats)"
+    return _judged_by_noise("every loss", arm, float(np.abs(apart.mean(axis=0)).max()), seeds, len(pairs), text)
 
 
 def _final(arm: Arm, pairs: list[Pair], reference: Arm, exact: bool, *, judged: bool) -> Verdict:
@@ -190,7 +189,9 @@ def _final(arm: Arm, pairs: list[Pair], reference: Arm, exact: bool, *, judged: 
     if exact:
         level = abs(float(np.mean([final_loss(pair.reference, pair.steps) for pair in pairs])))
         return _verdict("final loss", arm, value, EXACT_LOSS * level, text)
-    return _judged_by_noise("final loss", arm, value, noise_floor(reference, final_loss), text)
+    steps = min(pair.steps for pair in pairs)
+    seeds = [final_loss(run, steps) for run in reference.runs.values() if len(run.loss) >= steps]
+    return _judged_by_noise("final loss", arm, value, seeds, len(pairs), text)
 
 
 def _held_out(arm: Arm, pairs: list[Pair], reference: Arm, exact: bool) -> Verdict:
@@ -206,9 +207,8 @@ def _held_out(arm: Arm, pairs: list[Pair], reference: Arm, exact: bool) -> Verdi
     value, text = abs(float(np.mean(differences))), f"difference of the held-out loss at equal real tokens, iteration {common[0][1][-1]} (nats)"
     if exact:
         return _verdict("held-out loss", arm, value, EXACT_LOSS * abs(at(common[0][0].reference, common[0][1][-1])), text)
-    seeds = {run.seed: int(run.held_out_iteration[-1]) for run in reference.runs.values() if len(run.held_out_iteration)}
-    floor = noise_floor(reference, lambda run: at(run, seeds[run.seed])) if len(seeds) == len(reference.runs) else None
-    return _judged_by_noise("held-out loss", arm, value, floor, text)
+    evaluated = [run for run in reference.runs.values() if common[0][1][-1] in run.held_out_iteration]
+    return _judged_by_noise("held-out loss", arm, value, [at(run, common[0][1][-1]) for run in evaluated], len(pairs), text)
 
 
 def _correlation(arm: Arm, pairs: list[Pair]) -> Verdict:

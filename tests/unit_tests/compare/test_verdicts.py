@@ -101,7 +101,7 @@ def test_bf16_arms_are_judged_by_what_seeds_differ_by(tmp_path):
     rounding = np.random.default_rng(9)
     near = three_seeds(tmp_path, "near", way="packed-fixed", change=lambda loss: loss * (1 + 1e-3 * rounding.uniform(-1, 1, len(loss))))
     assert not failing({name: verdict for (name, _), verdict in verdicts_of(*reference, *near).items()})
-    parted = three_seeds(tmp_path, "parted", way="fixed-count", change=lambda loss: loss + 0.1 * np.linspace(0, 1, len(loss)))
+    parted = three_seeds(tmp_path, "parted", way="fixed-count", change=lambda loss: loss + 0.3 * np.linspace(0, 1, len(loss)))
     found = verdicts_of(*reference, *near, *parted)
     assert {name for (name, arm), verdict in found.items() if verdict.holds is False} == {"every loss", "final loss", "held-out loss"}
     assert {arm for (_, arm), verdict in found.items() if verdict.holds is False} == {"fixed-count"}
@@ -202,3 +202,10 @@ def test_wrong_arguments_are_refused_before_anything_is_read(tmp_path, monkeypat
     (tmp_path / "file").touch()
     with pytest.raises(CompareError, match=message):
         main(["nothing", "here", *words])
+
+
+def test_a_fault_in_one_seed_does_not_hide_behind_the_spread_it_makes(tmp_path):
+    reference = three_seeds(tmp_path, "a")
+    good = three_seeds(tmp_path, "b", way="packed-fixed")
+    bad = write_run(tmp_path / "bad", seed=3, bf16=True, way="packed-fixed", change=lambda loss: loss + 2.0 * (np.arange(len(loss)) > 3))
+    assert {"every loss", "final loss"} <= {name for (name, _), verdict in verdicts_of(*reference, *good[:2], bad).items() if verdict.holds is False}
