@@ -153,8 +153,8 @@ def _kept(run: RunConfig, inputs: Inputs) -> str:
     stats = device.memory_stats()
     if stats is not None and needs > stats["total"]:
         said += (
-            f". They would take about {needs / GIB:.0f} GiB of the {stats['total'] / GIB:.0f} here: should memory run out, give a smaller budget as a "
-            "number (the steps keep their documents and their loss; they only have more microbatches)"
+            f". They would take about {needs / GIB:.0f} GiB of the {stats['total'] / GIB:.0f} here: should memory run out, give a smaller budget as "
+            "a number (the steps keep their documents and their loss; they only have more microbatches)"
         )
     return said
 
