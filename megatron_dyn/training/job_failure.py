@@ -82,7 +82,7 @@ def report(error: BaseException, told: Told, watch: JobWatch, standing: Standing
     if root is None or root == mine:
         return told.text
     lines = [] if watch.told else [root.leaving(watch.rank)]
-    if root.kind == "silent" and root.rank == watch.rank and not isinstance(error, JobEnded):
+    if root.kind == "silent" and root.rank == watch.rank and not lost and not isinstance(error, JobEnded):
         lines.append(told.text)  # the others gave this rank up; its own error may say why it was silent
     return "\n".join(lines)
 
@@ -112,7 +112,7 @@ def out_of_memory(error: BaseException, standing: Standing, *, budget: int | Non
     cause = next(cause for cause in _chain(error) if is_out_of_memory(cause) and cause.__cause__ is None)
     stats = device.memory_stats()
     peak = f"; peak {stats['peak_reserved'] / 2**30:.1f} of {stats['total'] / 2**30:.1f} GiB reserved" if stats else ""
-    rows = "" if standing.rows is None else f": its T is {standing.rows}, the budget {budget}"
+    rows = f": its T is {standing.rows}, the budget {budget}" if standing.rows is not None else f", where the budget is {budget}"
     first = str(cause).splitlines()[0] if str(cause) else "no more is known"
     return (
         f"out of memory at {place(standing)}{rows} ({type(cause).__name__}: {first}{peak}). Lower --max-tokens-per-microbatch "

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         meeting = meet(timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes))
         watch = _watch(run, meeting, stop)
         pretrain(run, inputs, meeting, stop=stop, watch=watch)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # whatever makes one rank leave takes the others along
         standing = PROGRESS.standing
         status = _status(error, standing)
         told = tell(error, standing, budget=inputs.budget, explained=_EXPLAINED, advice=lambda: advice_for(run, inputs))

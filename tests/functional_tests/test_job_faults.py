@@ -88,6 +88,14 @@ def test_a_rank_that_raises_ends_the_job_with_one_cause(corpus, tmp_path, monkey
 
 
 @pytest.mark.slow
+def test_a_rank_that_calls_exit_ends_the_job(corpus, tmp_path, monkeypatch):
+    fault = Fault(monkeypatch, tmp_path, {1: lambda: sys.exit(0)})
+    ranks = start(2, run(corpus, tmp_path), tmp_path)
+    check_all_left("rank 1 calls exit", fault, ranks, tmp_path, statuses=[1, 1])
+    assert "leaving because rank 1 failed" in ranks.output(0) and "SystemExit: 0" in ranks.output(0)
+
+
+@pytest.mark.slow
 def test_a_rank_stuck_in_c_code_leaves_with_the_one_that_raised(corpus, tmp_path, monkeypatch):
     """As under NCCL, where nothing tells the main thread of a peer that is gone."""
     fault = Fault(monkeypatch, tmp_path, {1: raises, 0: lambda: time.sleep(600)})

@@ -191,6 +191,8 @@ def test_memory_that_ran_out_is_known_however_it_is_raised():
     progress.forward(2, 4096)
     text = tell(cpu_out_of_memory(), progress.standing, budget=8192, explained=()).text
     assert text.startswith("out of memory at step 12, microbatch 3 of 8 (T 4096)") and "its T is 4096, the budget 8192" in text
+    in_the_background = tell(MemoryError(), Progress().standing, budget=8192, explained=()).text
+    assert in_the_background.startswith("out of memory at starting for 0 s, where the budget is 8192 (MemoryError: ")
     assert "Lower --max-tokens-per-microbatch" in text and "can't allocate" in text and "Traceback" not in text
 
 
