@@ -49,6 +49,10 @@ KEYS = {
 TEST_TYPES = ("regular", "ckpt-resume", "frozen-resume", "checkpoint-consistency")
 
 
+REQUIRED_KEYS = {"MODEL_ARGS", "TEST_TYPE", "METRICS", "DATA"}
+PATHS = ("DATA_PATH", "OUTPUT_PATH", "CHECKPOINT_SAVE_PATH", "CHECKPOINT_LOAD_PATH")
+
+
 class CaseError(Exception):
     """A `model_config.yaml` that cannot be run; the message names the case and the key."""
 
@@ -90,11 +94,17 @@ def load_case(folder: Path, *, root: Path = TEST_CASES) -> Case:
         CaseError: a key is unknown, missing or has a value that is none of those possible.
     """
     name = folder.relative_to(root).as_posix()
-    content = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load((folder / "model_config.yaml").read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise CaseError(f"{name}: model_config.yaml is no YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise CaseError(f"{name}: model_config.yaml must hold keys and values, with {', '.join(sorted(REQUIRED_KEYS))}")
     if unknown := set(content) - KEYS:
         raise CaseError(f"{name}: model_config.yaml has unknown keys {sorted(unknown)}; there are {sorted(KEYS)}")
-    if missing := {"MODEL_ARGS", "TEST_TYPE", "METRICS", "DATA"} - set(content):
+    if missing := REQUIRED_KEYS - set(content):
         raise CaseError(f"{name}: model_config.yaml lacks {sorted(missing)}")
+    _check_values(name, content)
     if content["TEST_TYPE"] not in TEST_TYPES:
         raise CaseError(f"{name}: TEST_TYPE is {content['TEST_TYPE']!r}; there are {', '.join(TEST_TYPES)}")
     metrics = (*content["METRICS"], *content.get("PLAN_METRICS", ()))
@@ -123,10 +133,37 @@ def load_case(folder: Path, *, root: Path = TEST_CASES) -> Case:
     )
 
 
+def _check_values(name: str, content: Mapping) -> None:
+    """What would end in an error of Python's in the middle of a run."""
+    for key in ("MODEL_ARGS", "MODEL_ARGS_2", "DATA", "ENV_VARS", "TOLERANCES"):
+        if not isinstance(content.get(key, {}), dict):
+            raise CaseError(f"{name}: {key} must hold keys and values, not {content[key]!r}")
+    for documents, made in content["DATA"].items():
+        if not isinstance(made, dict) or not {"count", "longest"} <= made.keys() <= {"count", "longest", "scale"}:
+            raise CaseError(f"{name}: DATA: {documents} needs count and longest, perhaps scale, and has {made!r}")
+    for flag, value in (content["MODEL_ARGS"] | content.get("MODEL_ARGS_2", {})).items():
+        named = {found["named"] or found["braced"] for found in string.Template.pattern.finditer(str(value))} - {None}
+        if unknown := named - set(PATHS):
+            raise CaseError(f"{name}: {flag} names ${{{sorted(unknown)[0]}}}; there are {', '.join(PATHS)}")
+    known = {item.name for item in dataclasses.fields(Tolerance)}
+    for metric, tolerance in content.get("TOLERANCES", {}).items():
+        if not isinstance(tolerance, dict) or not tolerance.keys() <= known:
+            raise CaseError(f"{name}: TOLERANCES: {metric}: {tolerance!r}; give {' or '.join(sorted(known))}")
+    if content["TEST_TYPE"] in TEST_TYPES[1:] and "--save" not in content["MODEL_ARGS"]:
+        raise CaseError(f"{name}: TEST_TYPE {content['TEST_TYPE']} looks at checkpoints: MODEL_ARGS needs --save (${{CHECKPOINT_SAVE_PATH}})")
+
+
 def load_cases(root: Path = TEST_CASES) -> dict[str, Case]:
-    """Every case by its name."""
-    found = (load_case(path.parent, root=root) for path in sorted(root.glob("*/*/model_config.yaml")))
-    return {case.name: case for case in found}
+    """Every case by its name.
+
+    Raises:
+        CaseError: as `load_case`; or SAME_LOSSES_AS names no case.
+    """
+    cases = {case.name: case for case in (load_case(path.parent, root=root) for path in sorted(root.glob("*/*/model_config.yaml")))}
+    for case in cases.values():
+        if case.same_losses_as is not None and case.same_losses_as not in cases:
+            raise CaseError(f"{case.name}: SAME_LOSSES_AS: there is no case {case.same_losses_as}; there are {', '.join(cases)}")
+    return cases
 
 
 def words(arguments: Mapping[str, object], paths: Mapping[str, Path]) -> list[str]:

@@ -61,7 +61,8 @@ def check_case(case: Case, found: Found, *, approximate: bool = False) -> list[s
         golden = read_golden(case.golden_path)
     except GoldenError as error:
         raise GoldenError(f"{case.name}: {error}. {how_to_make(case)}") from error
-    return found.problems + compare(golden, found.values, case.tolerances, exact=case.deterministic and not approximate)
+    surplus = [f"{metric}: in the golden values, but METRICS and PLAN_METRICS do not name it" for metric in golden if metric not in case.metrics]
+    return found.problems + surplus + compare(golden, found.values, case.tolerances, exact=case.deterministic and not approximate)
 
 
 def how_to_make(case: Case) -> str:
@@ -173,7 +174,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--update-golden", action="store_true", help="show how the golden values would change; nothing is written")
     parser.add_argument("--write", action="store_true", help="with --update-golden: write them")
     asked = parser.parse_args(argv)
-    cases = load_cases()
+    try:
+        cases = load_cases()
+    except CaseError as error:
+        parser.error(str(error))
     if unknown := [name for name in asked.cases if name not in cases]:
         parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
     if asked.write and not asked.update_golden:
@@ -215,8 +219,13 @@ def _update(case: Case, found: Found, *, write: bool) -> bool:
     if found.problems:
         print(f"FAILED {case.name}: no golden values from a run that is wrong in itself", *found.problems, sep="\n  ")
         return False
-    old = read_golden(case.golden_path) if case.golden_path.exists() else {}
-    print(f"{case.name}: {case.golden_path.name}{'' if old else ' (new)'}", describe_changes(old, found.values), sep="\n")
+    old, what = {}, " (new)"
+    if case.golden_path.exists():
+        try:
+            old, what = read_golden(case.golden_path), ""
+        except GoldenError as error:
+            what = f" (the old one is of no use and would be replaced: {error})"
+    print(f"{case.name}: {case.golden_path.name}{what}", describe_changes(old, found.values), sep="\n")
     if missing := [metric for metric in case.metrics if metric not in found.values]:
         print(f"  FAILED: the run has no {', '.join(missing)}")
         return False

@@ -171,6 +171,8 @@ def _problems(metric: str, golden: Series, actual: Series, tolerance: Tolerance,
         problems.append(f"the run lacks steps {lacking}")
     if surplus := sorted(actual.values.keys() - golden.values.keys()):
         problems.append(f"the golden values lack steps {surplus}")
+    if not problems and golden.step_interval != actual.step_interval:
+        problems.append(f"step_interval {actual.step_interval}, golden {golden.step_interval}")
     if problems:
         return problems
     if metric in MEDIAN_METRICS:

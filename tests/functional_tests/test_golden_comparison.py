@@ -136,11 +136,27 @@ def with_config(tmp_path, **changes):
         ({"TEST_TYPE": "frozen"}, "TEST_TYPE is 'frozen'; there are regular, "),
         ({"METRICS": ["lm-loss"]}, "METRICS or PLAN_METRICS name \\['lm-loss'\\]; there are \\['lm loss', "),
         ({"TOLERANCES": {"lm-loss": {"exact": 1.0}}}, "TOLERANCES of \\['lm-loss'\\]"),
+        ({"TOLERANCES": {"lm loss": {"exat": 1.0}}}, "TOLERANCES: lm loss: {'exat': 1.0}; give approximate or exact"),
+        ({"DATA": {"documents": {"count": 9}}}, "DATA: documents needs count and longest"),
+        ({"DATA": [1]}, "DATA must hold keys and values"),
+        ({"MODEL_ARGS": {"--data-path": "${DATAPATH}/documents"}}, "--data-path names \\${DATAPATH}; there are DATA_PATH, "),
+        ({"TEST_TYPE": "ckpt-resume"}, "TEST_TYPE ckpt-resume looks at checkpoints: MODEL_ARGS needs --save"),
     ],
 )
 def test_a_case_file_with_a_mistake_is_refused(tmp_path, changes, told):
     with pytest.raises(CaseError, match="llama/changed: .*" + told):
         with_config(tmp_path, **changes)
+
+
+def test_other_mistakes_of_case_files_end_the_command_with_their_case(tmp_path, monkeypatch, capsys):
+    with_config(tmp_path, SAME_LOSSES_AS="llama/nope")
+    with pytest.raises(CaseError, match="llama/changed: SAME_LOSSES_AS: there is no case llama/nope; there are llama/changed"):
+        load_cases(tmp_path)
+    (tmp_path / "llama" / "changed" / "model_config.yaml").write_text("MODEL_ARGS: [")
+    monkeypatch.setattr(golden_run, "load_cases", lambda: load_cases(tmp_path))
+    with pytest.raises(SystemExit) as left:
+        golden_run.main(["--list"])
+    assert left.value.code == 2 and "llama/changed: model_config.yaml is no YAML" in capsys.readouterr().err
 
 
 def test_flags_of_a_case(tmp_path):
@@ -206,6 +222,22 @@ def test_values_of_a_broken_run_are_not_written(updating, golden, fault):
     }
     status, output = updating("--update-golden", "--write", **wrong[fault])
     assert status == 1 and "FAILED" in output and updating.path.read_bytes() == before
+
+
+def test_a_damaged_file_can_be_replaced(updating, golden):
+    updating.path.write_text("{")
+    status, output = updating()
+    assert status == 1 and "is not a file of golden values" in output and "--update-golden" in output
+    status, output = updating("--update-golden", "--write")
+    assert status == 0 and "the old one is of no use and would be replaced" in output and read_golden(updating.path) == golden
+
+
+def test_more_than_is_compared_is_told(updating, golden):
+    write_golden(updating.path, golden | {"extra": golden["lm loss"]})
+    status, output = updating()
+    assert status == 1 and "extra: in the golden values, but METRICS and PLAN_METRICS do not name it" in output
+    wider = golden | {"lm loss": Series(values=golden["lm loss"].values, step_interval=2)}
+    assert problems(wider, golden, exact=True) == ["lm loss: step_interval 1, golden 2"]
 
 
 def test_missing_golden_values_are_told_with_how_to_make_them(updating):

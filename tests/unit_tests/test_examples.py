@@ -97,16 +97,64 @@ def convergence():
 def test_every_run_of_a_comparison_is_accepted_and_only_the_grouping_differs(description, convergence):
     runs = convergence.plan_of(yaml.safe_load(description.read_text()))
     data = ["--data-path", "corpora/mine", "--tokenizer-model", "tokenizer.model", "--save", "checkpoints"]
-    settings = {name: parse_arguments([*flags, *data], world_size=1).as_dict() for name, flags, _ in runs}
-    assert len(settings) == len(runs) and {fault for *_, fault in runs} == {None, "normaliser", "attention"}
+    divided = [name for name, flags, _ in runs if "--tensor-model-parallel-size" in flags]
+    settings = {name: parse_arguments([*flags, *data], world_size=2 if name in divided else 1).as_dict() for name, flags, _ in runs}
+    assert len(settings) == len(runs) and {fault for *_, fault in runs} in ({None}, {None, "normaliser", "attention"})
     ways = {name: values["data"].pop("microbatching") for name, values in settings.items()}
-    for values in settings.values():
+    for name, values in settings.items():
         values["data"].pop("documents_per_microbatch"), values["training"].pop("seed")
+        if name in divided:
+            values["parallel"] |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+            values["overlap"]["tp_comm_overlap"] = False
     assert len({repr(values) for values in settings.values()}) == 1
     assert all(name.startswith((way, "negative-control")) for name, way in ways.items())
 
 
-def test_a_comparison_keeps_what_is_finished_and_makes_the_rest_again(convergence, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def two_arms(convergence, tmp_path, monkeypatch):
+    """The command on a description of two arms and two seeds; runs are made by `make`, and no report."""
+    description = tmp_path / "two.yaml"
+    description.write_text("seeds: [1, 2]\nbase: {num_layers: 2}\narms: {a: {}, b: {microbatching: packed-fixed}}\nnegative_controls: [attention]\n")
+    monkeypatch.setattr(convergence, "report", lambda *arguments: 0)
+
+    def command(*words, lr="1"):
+        monkeypatch.setattr(sys, "argv", ["run_convergence.py", str(description), "--output", str(tmp_path / "runs"), *words, "--", "--lr", lr])
+        return convergence.main()
+
+    command.description = description
+    return command
+
+
+def finished(folder, *arguments, **settings):
+    (folder / "summary.json").write_text("{}")
+    return True
+
+
+def test_a_run_with_other_flags_is_not_taken_for_the_one_asked_for(convergence, two_arms, monkeypatch, capsys):
+    monkeypatch.setattr(convergence, "make", finished)
+    assert two_arms() == 0
+    with pytest.raises(SystemExit) as left:
+        two_arms(lr="2")
+    assert left.value.code == 2 and "a/seed-1 holds a run with other flags (--lr 1; now --lr 2)" in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_refused_before_the_first_run(convergence, two_arms, monkeypatch, capsys):
+    monkeypatch.setattr(convergence, "make", None)
+    good = two_arms.description.read_text()
+    for words, changed, told in (
+        (["--only", "c"], good, "--only names ['c']"),
+        (["--seeds", "9"], good, "--seeds names [9]"),
+        ([], good.replace("attention", "atention"), "negative_controls name ['atention']"),
+        ([], good.replace("seeds", "seed"), "must have seeds, base and arms"),
+        ([], "", "must have seeds, base and arms"),
+    ):
+        two_arms.description.write_text(changed)
+        with pytest.raises(SystemExit) as left:
+            two_arms(*words)
+        assert left.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_comparison_keeps_what_is_finished_and_makes_the_rest_again(convergence, two_arms, tmp_path, monkeypatch, capsys):
     made = []
 
     def make(folder, flags, fault, launcher, deadline, *, checkpoints):
@@ -118,14 +166,10 @@ def test_a_comparison_keeps_what_is_finished_and_makes_the_rest_again(convergenc
         return True
 
     monkeypatch.setattr(convergence, "make", make)
-    monkeypatch.setattr(convergence, "report", lambda *arguments: 0)
-    description = tmp_path / "two.yaml"
-    description.write_text("seeds: [1, 2]\nbase: {num_layers: 2}\narms: {a: {}, b: {microbatching: packed-fixed}}\nnegative_controls: [attention]\n")
-    monkeypatch.setattr(sys, "argv", ["run_convergence.py", str(description), "--output", str(tmp_path / "runs"), "--", "--lr", "1"])
-    assert convergence.main() == 2 and made == ["a/seed-1", "b/seed-1"]
+    assert two_arms() == 3 and made == ["a/seed-1", "b/seed-1"]
     assert "the same command goes on" in capsys.readouterr().out
-    assert convergence.main() == 0 and made[2:] == ["b/seed-1", "a/seed-2", "b/seed-2", "negative-control/attention"]
-    assert convergence.main() == 0 and len(made) == 6
+    assert two_arms() == 0 and made[2:] == ["b/seed-1", "a/seed-2", "b/seed-2", "negative-control/attention"]
+    assert two_arms() == 0 and len(made) == 6
 
 
 @pytest.mark.parametrize("text", [EXAMPLES / "README.md", NODE, SLURM], ids=lambda path: path.name)
