@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from throughput import MODELS, PRECISIONS
+from models import MODELS, PRECISIONS
 
 import megatron_dyn
 from megatron_dyn import device

@@ -31,7 +31,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from throughput import MODELS, PRECISIONS, RECOMPUTE, Harness
+from models import MODELS, PRECISIONS
+from throughput import RECOMPUTE, Harness
 
 from megatron_dyn import device
 from megatron_dyn.corpus import open_corpus

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from models import MODELS, PRECISIONS
 
 import megatron_dyn
-from megatron_dyn import device
+from megatron_dyn import device, userbuffers
 from megatron_dyn.corpus import open_corpus
 from megatron_dyn.planning import Planner, TokenBudgetBatchSampler
 from megatron_dyn.planning.config import MICROBATCHINGS
@@ -44,12 +45,6 @@ from megatron_dyn.training.run_config import RunConfig
 from megatron_dyn.training.step import Stepper
 from megatron_dyn.training.stop_request import StopRequest
 
-MODELS = {
-    "tiny": "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4",
-    "0.6b": "--num-layers 10 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --num-query-groups 8",
-    "3b": "--num-layers 27 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 24 --num-query-groups 8",
-}
-PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp8": "--bf16 --fp8 hybrid"}
 RECOMPUTE = {
     "none": dict(recompute_granularity=None, recompute_method=None, recompute_num_layers=None, recompute_modules=None),
     "mlp": dict(recompute_granularity="selective", recompute_method=None, recompute_num_layers=None, recompute_modules=["mlp"]),
@@ -89,6 +84,16 @@ def matrix_rate(size: int = 8192, rounds: int = 20) -> float | None:
     return 2 * size**3 / statistics.median(seconds)
 
 
+def settings_of_way(run: RunConfig, corpus, *, budget: int, documents: int, way: str, ranks: int) -> tuple[RunConfig, Planner]:
+    """Of one way of making microbatches; "dynamic/256" has that token bucket."""
+    way, _, bucket = way.partition("/")
+    changes = dict(max_tokens_per_microbatch=budget, microbatching=way, token_bucket=int(bucket or 1), global_batch_size=documents)
+    if way != "fixed-count":
+        changes["documents_per_microbatch"] = DataConfig.documents_per_microbatch
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, **changes))
+    return run, Planner(corpus.lengths, run.plan_config(data_parallel_size=ranks), fingerprint=corpus.fingerprint)
+
+
 class Harness:
     """One model, and cells that train it."""
 
@@ -113,13 +118,8 @@ class Harness:
         vars(self.config).update(RECOMPUTE[what])
 
     def settings(self, corpus, *, budget: int, documents: int, way: str = "dynamic") -> tuple[RunConfig, Planner]:
-        """Of one way of making microbatches; "dynamic/256" has that token bucket."""
-        way, _, bucket = way.partition("/")
-        changes = dict(max_tokens_per_microbatch=budget, microbatching=way, token_bucket=int(bucket or 1), global_batch_size=documents)
-        if way != "fixed-count":
-            changes["documents_per_microbatch"] = DataConfig.documents_per_microbatch
-        run = dataclasses.replace(self.run, data=dataclasses.replace(self.run.data, **changes))
-        return run, Planner(corpus.lengths, run.plan_config(data_parallel_size=self.ranks), fingerprint=corpus.fingerprint)
+        """As `settings_of_way`, of this model and its ranks."""
+        return settings_of_way(self.run, corpus, budget=budget, documents=documents, way=way, ranks=self.ranks)
 
     def trainer(self, corpus, run: RunConfig, planner: Planner, *, begin: int, steps: int) -> tuple[Trainer, Records]:
         """A training loop of `steps` steps from step `begin` of the documents on, and where its records go."""
@@ -268,6 +268,7 @@ def main() -> None:
                         print(line(rows[-1]), flush=True)
                         write(own, harness, rows)
     dist.barrier()
+    userbuffers.destroy_ub()
     dist.destroy_process_group()
 
 
