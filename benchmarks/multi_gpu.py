@@ -10,7 +10,7 @@ divides the GPUs, overlap against none, against stock layers and against padding
 messages; two data-parallel ranks with microbatches of their own T (throughput.py); short runs of pretrain_gpt_thd.py in three
 topologies, whose losses must agree; a model under skew (tests/gpu/whole_model.py). Without --data-path documents are a synthetic heavy tail.
 
-Writes DIR/multi_gpu.json after every part, and DIR/multi_gpu.log. Exit status 0; 1 when a part failed or losses disagree; 2 when this
+Writes DIR/multi_gpu.json after every part, and DIR/multi_gpu.log. Exit status 0; 1 when a part failed or hung, or losses disagree; 2 when this
 machine cannot run it; 3 when results are wrong, and then nothing more is run. A part without time is named as left out.
 """
 
@@ -116,16 +116,18 @@ def run_parts(parts: list[Part], report: Report, log, *, end: float, least: floa
         print(f"--- {part.name}: {part.ranks} ranks, {share:.0f} s", flush=True)
         log.write(f"--- {part.name}\n")
         running = Running(part, now + share, log)
-        status = running.wait(min(now + share, end) + grace)
-        results = part.read()
-        found["parts"][part.name] = results | {"seconds": time.time() - now}
+        try:
+            status = running.wait(min(now + share, end) + grace)
+        finally:  # what there is counts, also when this process is asked to end
+            results = part.read()
+            found["parts"][part.name] = results | {"seconds": time.time() - now}
         if "wrong" in results:
             found["failed"][part.name] = f"WRONG: {results['wrong']}"
             report.write()
             print("Results are wrong: nothing more is run.", flush=True)
             return WRONG
         if status is None:
-            found["left_out"][part.name] = f"the rest of it: it was ended after {time.time() - now:.0f} s"
+            found["failed"][part.name] = f"it hung or was too slow: ended after {time.time() - now:.0f} s"
             print(f"    ended after {time.time() - now:.0f} s, beyond its time; what it had written counts", flush=True)
         elif status:
             found["failed"][part.name] = f"exit status {status}"

@@ -15,4 +15,9 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVL
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}" PYTHONUNBUFFERED=1
 export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" "$here/multi_gpu.py" "$@"
+python="${PYTHON:-python3}"
+if ! "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))'; then
+  echo "multi_gpu.sh: $python has no torch: name the interpreter that does, PYTHON=.../bin/python" >&2
+  exit 2
+fi
+exec "$python" "$here/multi_gpu.py" "$@"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of multi_gpu.sh: how each is started, what its share of the time is, and where its results are read."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from models import MODELS, PRECISIONS  # noqa: E402
 from torchrun import ranks_of  # noqa: E402
 
 from megatron_dyn.corpus import IndexedWriter  # noqa: E402
-from megatron_dyn.training.metrics_file import read_metrics  # noqa: E402
+from megatron_dyn.training.metrics_file import MetricsError, read_metrics  # noqa: E402
 
 TENSOR_PARALLEL = (8, 4, 2)
 
@@ -140,13 +141,17 @@ def parts_for(ranks: int, size: dict, *, prefix: Path, folder: Path, shared_card
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.exists() else {}
+    """What is there: nothing where the part was killed before, or while it wrote."""
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        return json.loads(path.read_text())
+    return {}
 
 
 def _records(run_dir: Path) -> dict:
-    if not (run_dir / "metrics.jsonl").exists():
+    try:
+        steps = read_metrics(run_dir).steps
+    except MetricsError:  # none was written
         return {}
-    steps = read_metrics(run_dir).steps
     names = {"losses": "lm loss", "gradient_norms": "grad-norm", "tokens_per_second": "tokens-per-second", "microbatches": "num-microbatches"}
     return {ours: [step[name] for step in steps] for ours, name in names.items() if steps and name in steps[0]}
 

@@ -53,7 +53,7 @@ CHECKED = (1, 1 / 4, 3 / 4, 1 / 2, 1)
 REPEAT = 3
 """Microbatches in a turn of the sweep: launching runs ahead of the device, as it does in training."""
 DOCUMENT = 1024  # tokens of a document of the sweep
-SETTLING = {"fp8": 3}
+SETTLING = {"fp8": 4}
 """Runs of a microbatch before it counts: a delayed scale is that of the step before."""
 WRONG = 3
 
@@ -89,7 +89,9 @@ class Job:
 
     def write(self) -> None:
         if dist.get_rank() == 0:
-            self.own.output.write_text(json.dumps(self.results, indent=1) + "\n")
+            aside = self.own.output.with_suffix(".partial")
+            aside.write_text(json.dumps(self.results, indent=1) + "\n")
+            aside.replace(self.own.output)
 
 
 def overlap_part(job: Job) -> None:

@@ -169,10 +169,8 @@ def test_what_a_part_leaves_goes_to_those_after_it_and_none_begins_without_time(
     assert found["left_out"] == {"elsewhere": "it needs more"}
     (tmp_path / "late").mkdir()
     status, found, given = run_with(parts, tmp_path / "late", seconds=60, took=1000, statuses={"first": None, "second": None})
-    assert (
-        status == 0 and given == {"first": (30, 35), "second": (12.5, 17.5)} and set(found["left_out"]) == {"first", "second", "third", "elsewhere"}
-    )
-    assert "ended after 35 s" in found["left_out"]["first"] and "s of its time are left" in found["left_out"]["third"]
+    assert status == 1 and given == {"first": (30, 35), "second": (12.5, 17.5)} and set(found["left_out"]) == {"third", "elsewhere"}
+    assert "ended after 35 s" in found["failed"]["first"] and "s of its time are left" in found["left_out"]["third"]
 
 
 def test_a_failed_part_does_not_stop_the_others_and_a_wrong_one_does(tmp_path, capsys):
@@ -214,6 +212,8 @@ def test_every_part_of_any_number_of_gpus_has_ranks_that_its_sizes_divide(ranks,
         assert one.ranks <= ranks and one.missing is None and one.read() == {}
         if "tensor-model-parallel-size" in words:
             assert one.ranks % int(words.split("--tensor-model-parallel-size ")[1].split()[0]) == 0
+    (tmp_path / f"TP_{tensor[0]}.json").write_text('{"ranks": 2')  # killed while it wrote
+    assert by_name[f"TP {tensor[0]}"].read() == {}
     shared = {one.name: one.missing for one in parts_for(ranks, size, prefix=tmp_path, folder=tmp_path, shared_card=True, cpu=False)}
     assert "gloo" in shared[f"PP 2 x TP {half}"] and shared[f"TP {tensor[0]}"] is None
 
