@@ -39,9 +39,20 @@ def legend_above(axes: Any, columns: int = 4) -> None:
     )
 
 
+def legend_over(figure: Figure, axes: Any, columns: int = 4) -> None:
+    """One legend of a panel's lines above all panels: it takes its height from the figure, and no width from a panel."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=9, ncols=min(columns, max(1, len(labels))), loc="outside upper right", columnspacing=1.4)
+
+
+def as_label(name: str) -> str:
+    """A user's word as matplotlib text: no formula between dollars, and not left out of a legend for a leading underscore."""
+    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
 def thousands(value: float, _: int | None = None) -> str:
-    """Tick labels as 12,345."""
-    return f"{value:,.0f}"
+    """Tick labels as 12,345; with as many digits as the tick has, where it is between two integers."""
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.6g}"
 
 
 def as_png(figure: Figure) -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_dyn.compare.runs import CompareError, Run
 
 WHERE_AND_WHEN = {
-    "training.seed", "logging", "checkpoint", "parallel.distributed_timeout_minutes", "parallel.data_timeout_secs", "data.prefetch_steps",
-    "training.exit_interval",
+    "training.seed", "logging", "checkpoint", "parallel.distributed_timeout_minutes", "parallel.data_timeout_secs", "parallel.stall_timeout",
+    "parallel.heartbeat_timeout", "data.prefetch_steps", "training.exit_interval",
 }  # fmt: skip
 """Settings that make no other arm: where things are written, how long is waited."""
 
@@ -43,17 +43,19 @@ def arms_of(runs: Sequence[Run], reference: str | Path | None = None) -> list[Ar
     """Group runs; the first arm is the one that the others are compared with.
 
     Args:
-        reference: folder or name of a run of the reference arm; the first run by default.
+        reference: name of the reference arm, or folder or name of a run of it, or NAME=FOLDER of one; the first run by default.
 
     Raises:
-        CompareError: fewer than two arms, two runs of one arm with one seed, or no such reference.
+        CompareError: fewer than two arms, one folder twice, two runs of one arm with one seed, runs of one name with other settings,
+            two arms that would have one name, or no such reference.
     """
     groups: list[list[Run]] = []
     for run in runs:
         same = next((group for group in groups if _identity(group[0]) == _identity(run)), None)
         groups.append([run]) if same is None else same.append(run)
     first = runs[0]
-    for run in runs:
+    for number, run in enumerate(runs):
+        _refuse_the_same_folder(run, runs[:number])
         other = [name for name, value in run.about["settings"]["model"].items() if value != first.about["settings"]["model"].get(name)]
         if other:
             raise CompareError(
@@ -61,26 +63,77 @@ def arms_of(runs: Sequence[Run], reference: str | Path | None = None) -> list[Ar
                 "compare runs of one model"
             )
     for group in groups:
-        for run in group:
-            twin = next((other for other in group if other is not run and other.seed == run.seed), None)
-            if twin is not None:
-                raise CompareError(
-                    f"{run.folder} and {twin.folder} have the same settings and the same seed {run.seed}: they are one run made twice, "
-                    "and would count as two; give another seed, leave one out, or name the arms: NAME=FOLDER"
-                )
+        _refuse_what_is_no_arm(group)
     if len(groups) < 2:
         raise CompareError(
             "runs of one arm alone, which differ in their seed at most: there is nothing to compare; give two runs or more that do something "
             "differently, or name them to see them side by side: NAME=FOLDER"
         )
-    if reference is not None:
-        wanted = [group for group in groups if any(str(reference) in (run.name, str(run.folder)) or Path(reference) == run.folder for run in group)]
-        if not wanted:
-            raise CompareError(f"--reference {reference} is none of the runs: {', '.join(run.name for run in runs)}")
-        groups.remove(wanted[0])
-        groups.insert(0, wanted[0])
     names = _names(groups)
-    return [Arm(name=name, runs={run.seed: run for run in group}) for name, group in zip(names, groups)]
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise CompareError(f"two arms would be called {twice!r}, and their results taken for each other's; name them: NAME=FOLDER")
+    arms = [Arm(name=name, runs={run.seed: run for run in group}) for name, group in zip(names, groups)]
+    if reference is not None:
+        word = str(reference)
+        wanted = next((arm for arm in arms if arm.name == word), None) or next((arm for arm in arms if _holds_run(arm, word)), None)
+        if wanted is None:
+            raise CompareError(
+                f"--reference {reference} is none of the arms ({', '.join(names)}) and none of the runs ({', '.join(run.name for run in runs)})"
+            )
+        arms.sort(key=lambda arm: arm is not wanted)  # the others keep their order
+    return arms
+
+
+def split_word(word: str) -> tuple[str | None, Path]:
+    """NAME=FOLDER or FOLDER -> the arm's name, if one is given, and the folder. A folder that exists may have a "=" in its own name.
+
+    Raises:
+        CompareError: an empty name or folder.
+    """
+    name, equals, folder = word.partition("=")
+    if not equals or Path(word).exists():
+        return None, Path(word)
+    if not name.strip() or not folder:
+        raise CompareError(f"{word!r}: give NAME=FOLDER, both not empty, or a folder alone")
+    return name, Path(folder)
+
+
+def _holds_run(arm: Arm, word: str) -> bool:
+    name, folder = split_word(word)
+    return any(
+        (name is None and word == run.name) or ((name is None or name == arm.name) and folder.resolve() == run.folder.resolve())
+        for run in arm.runs.values()
+    )
+
+
+def _refuse_the_same_folder(run: Run, before: Sequence[Run]) -> None:
+    if any(other.folder.resolve() == run.folder.resolve() for other in before):
+        raise CompareError(f"{run.folder} is given twice: a run always agrees with itself, which says nothing; leave it out once")
+
+
+def _refuse_what_is_no_arm(group: list[Run]) -> None:
+    """Runs of one arm differ in their seed, and in nothing else."""
+    first = group[0]
+    for number, run in enumerate(group):
+        mine, theirs = deciding_settings(run), deciding_settings(first)
+        other = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        if other:
+            raise CompareError(
+                f"{run.folder} and {first.folder} are both called {run.arm!r}, and differ in {', '.join(other)}: they would be taken for "
+                "seeds of one arm; give them two names"
+            )
+        twin = next((earlier for earlier in group[:number] if earlier.seed == run.seed), None)
+        if twin is not None and run.arm:
+            raise CompareError(
+                f"{run.folder} and {twin.folder} are both called {run.arm!r}, and both have the seed {run.seed}: of an arm a seed counts once; "
+                "give them two names, or leave one out"
+            )
+        if twin is not None:
+            raise CompareError(
+                f"{run.folder} and {twin.folder} have the same settings and the same seed {run.seed}: they are one run made twice, "
+                "and would count as two; give another seed, leave one out, or name the arms: NAME=FOLDER"
+            )
 
 
 HARMLESS = {

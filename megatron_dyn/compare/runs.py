@@ -7,6 +7,7 @@ Shapes: n steps, v evaluations. Values that are `null` in the file (no loss toke
 |-----------------------------------------------------|-------|---------|
 | iteration, tokens, slots, squares                   | [n]   | int64   |
 | loss, grad_norm, seconds                            | [n]   | float64 |
+| lost                                                | [n]   | bool    |
 | held_out_iteration / held_out_loss                  | [v]   | int64 / float64 |
 """
 
@@ -39,6 +40,8 @@ class Run:
     """`run.json`."""
     iteration: np.ndarray
     loss: np.ndarray
+    lost: np.ndarray
+    """Steps whose loss is not finite though they had loss tokens."""
     grad_norm: np.ndarray
     seconds: np.ndarray
     """Wall time of each step."""
@@ -61,7 +64,8 @@ class Run:
     def setting(self, name: str) -> Any:
         """A setting by its dotted name, such as "data.microbatching"; None where the run does not know it."""
         section, _, key = name.partition(".")
-        return self.about["settings"].get(section, {}).get(key)
+        values = self.about["settings"].get(section)
+        return values.get(key) if isinstance(values, dict) else None
 
     @property
     def precision(self) -> str:
@@ -85,9 +89,15 @@ class Run:
         sizes = self.about["parallel"]
         return sizes["TP"] * sizes["PP"] * sizes["DP"]
 
-    def rate(self, values: np.ndarray) -> float:
-        """Something a second, steady: the median over steps of value / time, the first tenth left out."""
-        steady = slice(len(values) // 10 if len(values) >= 10 else min(1, len(values) - 1), None)
+    def rate(self, values: np.ndarray, steps: int | None = None) -> float:
+        """Something a second, steady: the median over steps of value / time, the first tenth left out.
+
+        Args:
+            values: of each step. [n]
+            steps: of these first steps alone, to compare with a run that has no more.
+        """
+        count = min(steps or len(values), len(values))
+        steady = slice(count // 10 if count >= 10 else min(1, count - 1), count)
         return float(np.median(values[steady] / self.seconds[steady]))
 
 
@@ -112,29 +122,58 @@ def read_run(folder: str | Path, name: str | None = None, arm: str | None = None
             f"{folder}: no readable {RUN_FILE} ({error}): settings and documents are not known, so nothing can be compared; "
             "make the run again with this version"
         ) from error
-    missing = {"settings", "documents", "operations", "parallel"} - set(about)
-    if missing:
-        raise CompareError(f"{folder / RUN_FILE} lacks {', '.join(sorted(missing))}; make the run again with this version")
+    _check_about(folder / RUN_FILE, about)
     if not metrics.steps:
         raise CompareError(f"{folder}: no step was recorded, so there is nothing to compare; let the run go on first")
     try:
         return _from_records(folder, name or folder.name, arm, about, metrics.steps, metrics.validations)
     except KeyError as error:
         raise MetricsError(f"{folder}: its steps lack {error}; make the run again with this version") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise MetricsError(f"{folder}: a step holds a value of another kind than a run writes ({error}); make the run again") from error
+
+
+NEEDED = {
+    "settings.model": dict, "settings.data": dict, "settings.training": dict, "settings.training.seed": int, "documents.train": str,
+    "operations.linear": (int, float), "operations.quadratic": (int, float), "parallel.TP": int, "parallel.PP": int, "parallel.DP": int,
+}  # fmt: skip
+"""What is read from `run.json`, and its kind."""
+
+
+def _check_about(path: Path, about: Any) -> None:
+    """Refuse a settings file of another form by name, before anything is looked up in it.
+
+    Raises:
+        CompareError: it lacks something, or holds something else there.
+    """
+    for dotted, kind in NEEDED.items():
+        found = about
+        for key in dotted.split("."):
+            if not isinstance(found, dict) or key not in found:
+                raise CompareError(f"{path} lacks {dotted}; it is damaged, or of another version: make the run again with this version")
+            found = found[key]
+        if not isinstance(found, kind):
+            raise CompareError(f"{path}: {dotted} is {found!r}; it is damaged, or of another version: make the run again with this version")
+    resumed = about.get("resumed", [])
+    if not isinstance(resumed, list) or not all(isinstance(at, int) for at in resumed):
+        raise CompareError(f"{path}: resumed is {resumed!r}, not a list of iterations; it is damaged: make the run again")
 
 
 def _from_records(folder: Path, name: str, arm: str | None, about: dict, steps: list[dict], validations: list[dict]) -> Run:
     def column(key: str, dtype=np.float64) -> np.ndarray:
         return np.array([np.nan if step[key] is None else step[key] for step in steps], dtype=dtype)
 
-    held_out = [record for record in validations if record["validation lm loss"] is not None]
+    held_out = [record for record in validations if record["validation lm loss"] is not None or record.get("validation-tokens", 1)]
+    held_out_loss = [np.nan if record["validation lm loss"] is None else record["validation lm loss"] for record in held_out]
+    loss, loss_tokens = column("lm loss"), np.array([step.get("num-loss-tokens", 1) for step in steps])
     return Run(
         name=name,
         folder=folder,
         arm=arm,
         about=about,
         iteration=column("iteration", np.int64),
-        loss=column("lm loss"),
+        loss=loss,
+        lost=~np.isfinite(loss) & (loss_tokens > 0),
         grad_norm=column("grad-norm"),
         seconds=column("step-time"),
         tokens=column("num-tokens", np.int64),
@@ -143,7 +182,7 @@ def _from_records(folder: Path, name: str, arm: str | None, about: dict, steps: 
         digests=[step["documents-digest"] for step in steps],
         lengths=[step["T"] for step in steps],
         held_out_iteration=np.array([record["iteration"] for record in held_out], dtype=np.int64),
-        held_out_loss=np.array([record["validation lm loss"] for record in held_out], dtype=np.float64),
+        held_out_loss=np.array(held_out_loss, dtype=np.float64),
         held_out_seconds=np.array([record["validation-time"] for record in held_out], dtype=np.float64),
         policy_counts={key: sum(step.get(key, 0) for step in steps) for key in POLICY_COUNTS},
     )
