@@ -57,9 +57,9 @@ def _precisions(pairs: Pairs) -> set[str]:
     return {run.precision for pair in pairs.all for run in (pair.reference, pair.other)}
 
 
-def _over(pairs: Pairs, value: Callable[[Pair], float]) -> float:
+def _over(pairs: Sequence[Pair], value: Callable[[Pair], float]) -> float:
     """The worst pair's value; NaN, which is worse, where one is."""
-    values = [value(pair) for pair in pairs.all]
+    values = [value(pair) for pair in pairs]
     return math.nan if any(math.isnan(found) for found in values) else max(values, key=abs)
 
 
@@ -88,19 +88,19 @@ def _are_numbers(pairs: Pairs) -> Verdict:
 
 
 def _first_step(pairs: Pairs, rounded: str | None) -> Verdict:
-    value = _over(pairs, lambda pair: abs(pair.relative("loss")[0]) if len(pair.relative("loss")) else math.nan)
+    value = _over(pairs.all, lambda pair: abs(pair.relative("loss")[0]) if len(pair.relative("loss")) else math.nan)
     limit = ROUNDED_LOSS[rounded] if rounded else EXACT_LOSS
     return judge("first loss", pairs.arm.name, value, limit, "relative difference of the first step's loss: the same weights and documents")
 
 
 def _first_gradient(pairs: Pairs, rounded: str | None) -> Verdict:
-    value = _over(pairs, lambda pair: abs(pair.relative("grad_norm")[0]) if len(pair.relative("grad_norm")) else math.nan)
+    value = _over(pairs.all, lambda pair: abs(pair.relative("grad_norm")[0]) if len(pair.relative("grad_norm")) else math.nan)
     limit = ROUNDED_NORM[rounded] if rounded else EXACT_NORM
     return judge("first gradient", pairs.arm.name, value, limit, "relative difference of the norm of the first step's gradient")
 
 
 def _pointwise(pairs: Pairs) -> Verdict:
-    value = _over(pairs, lambda pair: float(np.abs(pair.relative("loss")).max(initial=0.0)) if len(pair.relative("loss")) else math.nan)
+    value = _over(pairs.all, lambda pair: float(np.abs(pair.relative("loss")).max(initial=0.0)) if len(pair.relative("loss")) else math.nan)
     text = f"largest relative difference of a loss over {max(pair.steps for pair in pairs.all)} steps"
     return judge("every loss", pairs.arm.name, value, EXACT_LOSS, text)
 
@@ -165,19 +165,20 @@ def _held_out(pairs: Pairs, exact: bool, *, alone: bool) -> Verdict:
         return float(run.held_out_loss[run.held_out_iteration == iteration][0])
 
     compared = pairs.all if exact else pairs.whole
-    common = [np.intersect1d(pair.reference.held_out_iteration, pair.other.held_out_iteration) for pair in compared]
+    common = [set(pair.reference.held_out_iteration.tolist()) & set(pair.other.held_out_iteration.tolist()) for pair in compared]
     if not exact:  # a mean over seeds is of one iteration
-        common = [np.array(sorted(set.intersection(*(set(iterations.tolist()) for iterations in common))))] * len(compared)
-    if not all(len(iterations) for iterations in common):
+        common = [set.intersection(*common)] * len(compared)
+    last = [(pair, max(iterations)) for pair, iterations in zip(compared, common) if iterations]
+    if not last:
         needs = "a held-out loss of both runs at one iteration" if alone else None
         text = "not both were evaluated at one iteration"
         return Verdict(name="held-out loss", arm=pairs.arm.name, holds=None, value=None, threshold=None, text=text, needs=needs)
-    last = [int(iterations[-1]) for iterations in common]
-    text = f"held-out loss at equal real tokens, iteration {max(last)}, minus the reference's (nats)"
-    values = [(at(pair.other, iteration), at(pair.reference, iteration)) for pair, iteration in zip(compared, last)]
+    newest = max(iteration for _, iteration in last)
+    text = f"held-out loss at equal real tokens, iteration {newest}, minus the reference's (nats)"
+    values = [(at(pair.other, iteration), at(pair.reference, iteration)) for pair, iteration in last]
     if exact:
         return _worst("held-out loss", pairs, values, text)
-    evaluated = [at(run, last[0]) for run in pairs.reference.runs.values() if last[0] in run.held_out_iteration]
+    evaluated = [at(run, newest) for run in pairs.reference.runs.values() if newest in run.held_out_iteration]
     return _judged_by_noise("held-out loss", pairs, float(np.mean([other - mine for other, mine in values])), evaluated, text)
 
 
@@ -189,7 +190,7 @@ def _correlation(pairs: Pairs) -> Verdict:
             return math.nan
         return 1 - float(np.corrcoef(mine[both], theirs[both])[0, 1])
 
-    found = [value for value in map(shortfall, pairs.all) if not math.isnan(value)]
+    found = [value for value in map(shortfall, pairs.whole) if not math.isnan(value)]
     if not found:
         return Verdict(name="correlation", arm=pairs.arm.name, holds=None, value=None, threshold=None, text="too few different losses")
     value = 1 - max(found)
@@ -205,7 +206,7 @@ def _norms(pairs: Pairs) -> Verdict:
         return float(np.exp(abs(np.median(np.log1p(relative))))) if len(relative) else math.nan
 
     text = "median ratio of the gradient norms, the larger over the smaller"
-    return judge("gradient norm", pairs.arm.name, _over(pairs, ratio), MOST_NORM_RATIO, text)
+    return judge("gradient norm", pairs.arm.name, _over(pairs.whole, ratio), MOST_NORM_RATIO, text)
 
 
 def _drops(pairs: Pairs, other_data: bool) -> Verdict:

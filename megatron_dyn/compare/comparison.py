@@ -68,6 +68,13 @@ def _outcome(pairs: Pairs, verdicts: Sequence[Verdict]) -> tuple[bool | None, st
     return True, f"{arm} trains as {reference} does ({judged} of {judged} checks hold)"
 
 
+def _unpaired(pairs: Pairs) -> list[Verdict]:
+    if not pairs.unpaired:
+        return []
+    seeds, text = ", ".join(map(str, pairs.unpaired)), f"these seeds have no run of {pairs.reference.name} to be compared with, and are left out"
+    return [Verdict(name="unpaired", arm=pairs.arm.name, holds=None, value=seeds, threshold=None, text=text)]
+
+
 def compare_arms(arms: Sequence[Arm], *, peak_tflops: float | None = None, with_speed: bool = True, note: str | None = None) -> Comparison:
     """Every arm but the first against the first.
 
@@ -81,7 +88,7 @@ def compare_arms(arms: Sequence[Arm], *, peak_tflops: float | None = None, with_
     """
     found, pairs = [], [pairs_of(arms[0], arm) for arm in arms[1:]]
     for of_arm in pairs:
-        found += check_training(of_arm) + (report_speed(of_arm, peak_tflops) if with_speed else [])
+        found += _unpaired(of_arm) + check_training(of_arm) + (report_speed(of_arm, peak_tflops) if with_speed else [])
     found += [verdict for arm in arms for run in arm.runs.values() for verdict in check_alone(arm, run)]
     return Comparison(arms=arms, pairs=pairs, verdicts=found, with_speed=with_speed, note=note)
 

@@ -63,6 +63,11 @@ class Pairs:
         return [pair for pair in self.all if pair.steps < self.steps]
 
     @property
+    def unpaired(self) -> list[int]:
+        """Seeds of the arm that the reference does not have."""
+        return [seed for seed in self.arm.runs if seed not in self.reference.runs]
+
+    @property
     def wanted(self) -> int:
         """Steps that the settings ask for, or that one of the runs has."""
         runs = [run for pair in self.all for run in (pair.reference, pair.other)]

@@ -72,7 +72,7 @@ def draw_differences(found: Comparison) -> tuple[str, Figure]:
     figure = new_figure(10, 4.0)
     axes = figure.subplots()
     exact = all(is_exact(pairs) for pairs in found.pairs)
-    limits = [None if has_other_data(pairs) else EXACT_LOSS if exact else noise_of_windows(pairs) for pairs in found.pairs]
+    limits = [_limit(pairs, exact) for pairs in found.pairs]
     shown = [_draw_difference(axes, place, pairs, exact) for place, pairs in enumerate(found.pairs, start=1)]
     _draw_limits(axes, found.pairs, limits)
     axes.axhline(0, color=GREY, linewidth=0.8)
@@ -89,6 +89,13 @@ def draw_differences(found: Comparison) -> tuple[str, Figure]:
         return f"Difference of each step's loss from {reference}, relative; every seed is a line, the band is the limit of every step", figure
     limit = "grey or dotted: the limit that they are judged by" if known else "there is no limit to judge them by"
     return f"Difference of the loss from {reference}; bold: averaged over the seeds and a tenth of the steps, {limit}; pale: single steps", figure
+
+
+def _limit(pairs: Pairs, exact: bool) -> float | None:
+    """That the drawn differences of an arm are judged by; None where they are not: other data, too few seeds, an exact arm beside others."""
+    if exact:
+        return EXACT_LOSS
+    return None if has_other_data(pairs) or is_exact(pairs) else noise_of_windows(pairs)
 
 
 def _draw_difference(axes, place: int, pairs: Pairs, exact: bool) -> float:

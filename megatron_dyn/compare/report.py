@@ -28,7 +28,7 @@ def number(value: float | int | str | None) -> str:
         return value
     if isinstance(value, int):
         return str(value)
-    return f"{value:.6g}" if 0.9 < value < 1.1 else f"{value:.3g}"
+    return f"{value:.6g}" if 0.9 < abs(value) < 1.1 else f"{value:.3g}"
 
 
 def check_rows(verdicts: Sequence[Verdict]) -> list[tuple[str, ...]]:

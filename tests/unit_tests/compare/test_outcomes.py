@@ -156,3 +156,19 @@ def test_no_speed_withholds_every_speed_and_a_note_is_shown(tmp_path, capsys):
     assert main([*map(str, words)]) == 0
     shown = capsys.readouterr().out
     assert "They shared <one> card." in shown and "tokens/s" not in shown
+
+
+def test_a_cut_seed_takes_no_check_from_exact_seeds_that_are_not(tmp_path, capsys):
+    folders = [write_run(tmp_path / f"a{seed}", seed=seed) for seed in (1, 2)]
+    parted = dict(way="packed-fixed", held_out=lambda loss: loss + 0.1)
+    folders += [write_run(tmp_path / f"b{seed}", seed=seed, steps=steps, **parted) for seed, steps in ((1, STEPS), (2, 5))]
+    status, found = compared(capsys, *folders)
+    assert status == 1 and outcome(found, "held-out loss") == "FAILS"
+
+
+def test_seeds_without_a_counterpart_are_told(tmp_path, capsys):
+    folders = [write_run(tmp_path / f"a{seed}", seed=seed) for seed in (1, 2)]
+    folders += [write_run(tmp_path / f"b{seed}", seed=seed, way="packed-fixed") for seed in (2, 4, 5)]
+    status, found = compared(capsys, *folders)
+    [unpaired] = [verdict for verdict in found["verdicts"] if verdict["name"] == "unpaired"]
+    assert status == 0 and unpaired["value"] == "4, 5" and unpaired["outcome"] == "reported"

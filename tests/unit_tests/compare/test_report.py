@@ -63,6 +63,12 @@ def test_what_is_drawn_bold_and_its_band_are_what_is_judged(tmp_path):
     assert len(pale) == 3 and {to_rgba(line.get_color()) for line in pale} == {to_rgba(bold.get_color())}
 
 
+def test_an_arm_that_is_not_judged_so_gets_no_band(tmp_path):
+    runs = [write_run(tmp_path / f"{way}{seed}", seed=seed, way=way) for way in ("dynamic", "packed-fixed", "concat-chunk") for seed in (1, 2, 3)]
+    _, figure = draw_differences(compare_arms(arms_of([read_run(folder) for folder in runs])))
+    assert not figure.axes[0].patches, "one is exact, one has other data"
+
+
 def test_without_enough_seeds_no_band_is_drawn(tmp_path):
     runs = three_seeds(tmp_path, "a")[:2] + three_seeds(tmp_path, "b", way="packed-fixed")[:2]
     caption, figure = draw_differences(compare_arms(arms_of([read_run(folder) for folder in runs])))
@@ -70,7 +76,7 @@ def test_without_enough_seeds_no_band_is_drawn(tmp_path):
 
 
 def test_numbers_near_one_keep_their_digits():
-    assert [number(value) for value in (0.9996, 1.0058, 0.5, -0.0179, 1.0, 3, None)] == ["0.9996", "1.0058", "0.5", "-0.0179", "1", "3", "-"]
+    assert [number(value) for value in (-0.9996, 0.9996, 1.0058, 0.5, -0.0179, 1.0, 3, None)] == ["-0.9996", "0.9996", "1.0058", "0.5", "-0.0179", "1", "3", "-"]
 
 
 def test_the_page_tells_the_layout_of_each_arm_the_corpus_and_the_day(tmp_path, unrendered):
