@@ -10,7 +10,7 @@ from megatron_dyn.compare.arms import Arm, other_training
 from megatron_dyn.compare.checks import check_training
 from megatron_dyn.compare.pairs import Pairs, pairs_of
 from megatron_dyn.compare.speed import report_speed, speed_sentence
-from megatron_dyn.compare.verdicts import Verdict, all_hold
+from megatron_dyn.compare.verdicts import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,8 +53,8 @@ def _outcome(pairs: Pairs, verdicts: Sequence[Verdict]) -> tuple[bool | None, st
     arm, reference = pairs.arm.name, pairs.reference.name
     partial = pairs.steps < pairs.wanted
     where = f" on the first {pairs.steps:,} of {pairs.wanted:,} steps" if partial else ""
-    if all_hold(verdicts) is False:
-        failed = sorted({verdict.name for verdict in verdicts if verdict.holds is False})
+    failed = sorted({verdict.name for verdict in verdicts if verdict.holds is False})
+    if failed:
         return False, f"{arm} does not train as {reference} does{where}: {', '.join(failed)} failed"
     judged = sum(verdict.holds is not None for verdict in verdicts)
     needs = Counter(verdict.needs for verdict in verdicts if verdict.needs)

@@ -27,8 +27,8 @@ def colour_of(number: int) -> str:
 
 
 def line_of(number: int) -> str | tuple:
-    """With `colour_of`, another look for each of 35 arms."""
-    return LINES[(number + number // len(COLOURS)) % len(LINES)]
+    """With `colour_of`, another look for each of 35 arms: 5 lines and 7 colours have no common divisor."""
+    return LINES[number % len(LINES)]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

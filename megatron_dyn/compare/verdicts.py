@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to one question about one arm, and what the answers come to: holds, fails, or not decided."""
+"""The answer to one question about one arm: holds, fails, not decided, or reported."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -46,10 +45,3 @@ def judge(name: str, arm: str, value: float, threshold: float | None, text: str,
     if not finite and (needs or threshold is not None):
         holds, needs = False, None
     return Verdict(name=name, arm=arm, holds=holds, value=value, threshold=threshold, text=text, needs=needs)
-
-
-def all_hold(verdicts: Sequence[Verdict]) -> bool | None:
-    """False when one fails, None when one that counts could not be judged, True otherwise."""
-    if any(verdict.holds is False for verdict in verdicts):
-        return False
-    return None if any(verdict.needs for verdict in verdicts) else True

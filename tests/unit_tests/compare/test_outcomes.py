@@ -172,3 +172,11 @@ def test_seeds_without_a_counterpart_are_told(tmp_path, capsys):
     status, found = compared(capsys, *folders)
     [unpaired] = [verdict for verdict in found["verdicts"] if verdict["name"] == "unpaired"]
     assert status == 0 and unpaired["value"] == "4, 5" and unpaired["outcome"] == "reported"
+
+
+def test_speeds_are_of_the_steps_that_both_have(tmp_path, capsys):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", way="packed-fixed", steps=20)
+    lines = (a / "metrics.jsonl").read_text().splitlines()
+    slower = [line.replace('"step-time": 0.5', '"step-time": 5.0') if json.loads(line)["iteration"] > 20 else line for line in lines]
+    (a / "metrics.jsonl").write_text("\n".join(slower) + "\n")
+    assert "equally fast" in compared(capsys, a, b)[1]["headline"][0]
