@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Compare runs that trained on the same documents: runs that differ in their seed alone are one arm; every arm is compared with "
         "the reference arm. fp32 arms must agree within 1e-5 at every step, others within what seeds differ by (3 seeds or more).",
         epilog="exit status: 0 every arm is decided and holds, 1 a check fails, 2 the runs cannot be compared, 3 no check fails, but an arm is not "
-        "decided: too few seeds of the reference, steps that are missing at the end or have no finite loss, or no held-out loss where that alone can tell",
+        "decided: too few seeds of the reference, steps that are missing at the end or have no finite loss, or no held-out loss where that alone "
+        "can tell",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="folder of a run (its --run-dir); NAME=FOLDER names its arm, for runs that settings do not tell apart"

@@ -64,7 +64,8 @@ def test_what_is_drawn_bold_and_its_band_are_what_is_judged(tmp_path):
 
 
 def test_an_arm_that_is_not_judged_so_gets_no_band(tmp_path):
-    runs = [write_run(tmp_path / f"{way}{seed}", seed=seed, way=way) for way in ("dynamic", "packed-fixed", "concat-chunk") for seed in (1, 2, 3)]
+    ways = ("dynamic", "packed-fixed", "concat-chunk")
+    runs = [write_run(tmp_path / f"{way}{seed}", seed=seed, way=way) for way in ways for seed in (1, 2, 3)]
     _, figure = draw_differences(compare_arms(arms_of([read_run(folder) for folder in runs])))
     assert not figure.axes[0].patches, "one is exact, one has other data"
 
