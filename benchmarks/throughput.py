@@ -151,7 +151,7 @@ class Harness:
             whole = [planner.plan(step).stats for step in range(self.warmup, self.warmup + self.count)]
             computed = documents
             if way == "pad-to-max":
-                rows = min(budget, int(corpus.lengths.max()))
+                rows = planner.longest_piece
                 computed = min(documents, max(4, round(sum(of.tokens for of in whole) / len(whole) / rows)))
                 run, planner = self.settings(corpus, budget=budget, documents=computed, way=way)
             made[way] = run, planner, computed, whole

@@ -145,6 +145,15 @@ class Corpus:
         reader, found = self._locate(document)
         return reader.tokens(found, start, length)
 
+    def look(self) -> None:
+        """Call before a step is planned: lengths are read from files for as long as this lives.
+
+        Raises:
+            CorpusError: a file has changed since it was opened.
+        """
+        for reader in self._readers:
+            reader.look()
+
     def describe(self, document: int) -> str:
         """Where a document lies, for messages: ``prefix, document 17`` (its number in the file)."""
         reader, found = self._locate(document)

@@ -198,7 +198,10 @@ class IndexedReader:
         self.modes = index.modes
         self._index = index
         self._tokens = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r") if read_tokens else None
-        self._file = SteadyFile(bin_path(self.prefix), self._has_its_fingerprint) if read_tokens else None
+        # Both are read from the map for as long as this lives.
+        self._files = [SteadyFile(idx_path(self.prefix), self._has_its_fingerprint)]
+        if read_tokens:
+            self._files.append(SteadyFile(bin_path(self.prefix), self._has_its_fingerprint))
         self.num_tokens = (int(index.pointers[-1]) + int(index.lengths[-1]) * self.dtype.itemsize) // self.dtype.itemsize
         self._starts = Starts(index.pointers, index.document_indices, num_tokens=self.num_tokens, itemsize=self.dtype.itemsize)
         self.lengths: np.ndarray | ComputedLengths = index.lengths if index.document_indices is None else LengthsOfSequences(self._starts)
@@ -218,6 +221,15 @@ class IndexedReader:
         """Tokens of documents first .. end - 1 together; O(1)."""
         return self._starts.one(end) - self._starts.one(first)
 
+    def look(self) -> None:
+        """Call before lengths are read (`tokens` does it by itself); a system call ten times a second, at most.
+
+        Raises:
+            CorpusError: a file has changed since it was opened, so that lengths or tokens would be others than those planned.
+        """
+        for file in self._files:
+            file.look()
+
     def describe(self, document: int) -> str:
         """``prefix, document 17``: for messages."""
         return f"{self.prefix}, document {document}"
@@ -230,6 +242,7 @@ class IndexedReader:
         """
         if self._tokens is None:
             raise CorpusError(f"{self.describe(document)}: this process was told to read lengths only, no tokens")
+        self.look()
         if not 0 <= document < len(self.lengths):
             raise CorpusError(f"{self.prefix}: there is no document {document}; it has documents 0 to {len(self.lengths) - 1}")
         size = int(self.lengths[document])
@@ -237,7 +250,6 @@ class IndexedReader:
         if start < 0 or length < 0 or start + length > size:
             raise CorpusError(f"{self.describe(document)}: tokens {start} to {start + length} asked for, but it has {size}")
         begin = self._starts.one(document) + start
-        self._file.look()
         found = self._tokens[begin : begin + length]
         self._check_ids(found, begin)
         return found.astype(np.int64)

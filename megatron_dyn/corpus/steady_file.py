@@ -43,7 +43,10 @@ class SteadyFile:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + _INTERVAL_SECS
+        self._check()
+        self._next_look = now + _INTERVAL_SECS  # only where nothing was wrong: who asks again is refused again
+
+    def _check(self) -> None:
         try:
             found = os.stat(self._path)
         except FileNotFoundError:

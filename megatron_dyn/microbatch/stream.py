@@ -239,6 +239,7 @@ class StepStream:
         if self._steps is None:
             self._doing = "planning the first step"
             self._steps = iter(self._sampler)
+        getattr(self._corpus, "look", lambda: None)()  # before its lengths are read: its files may have changed
         plan = next(self._steps, None)
         if plan is None:
             with self._changed:

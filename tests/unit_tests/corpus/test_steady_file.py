@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dyn.corpus import CorpusError, IndexedWriter, steady_file
+from megatron_dyn.corpus import CorpusError, IndexedWriter, open_corpus, steady_file
 from megatron_dyn.corpus.indexed_reader import IndexedReader
+from megatron_dyn.microbatch import StepStream
+from megatron_dyn.microbatch.stream import StreamError
+from megatron_dyn.planning import PlanConfig, Planner, TokenBudgetBatchSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
 from launch import launch, outcomes  # noqa: E402
@@ -46,11 +49,31 @@ def read_after(change: str, path: Path) -> str:
     assert reader.fingerprint and reader.tokens(0).tolist() == DOCUMENT
     time.sleep(0.02)  # so that the time of change is another
     CHANGES[change](path)
-    reader._file._next_look = 0.0
-    try:
-        return "same" if all(reader.tokens(n).tolist() == DOCUMENT for n in (199, 0)) else "other"
-    except CorpusError as error:
-        return str(error)
+    for file in reader._files:
+        file._next_look = 0.0
+
+    def answer() -> str:
+        try:
+            return "same" if all(reader.tokens(n).tolist() == DOCUMENT for n in (199, 0)) else "other"
+        except CorpusError as error:
+            return str(error)
+
+    first = answer()
+    assert answer() == first, "what was refused once is refused again"
+    return first
+
+
+def shift_lengths(path: Path) -> None:
+    """Another index of as many tokens: one document longer, the next one shorter."""
+    data = bytearray(path.read_bytes())
+    lengths = np.frombuffer(data, "<i4", 200, 34)
+    lengths[:2] += np.array([5, -5], dtype=np.int32)
+    np.frombuffer(data, "<i8", 200, 34 + 800)[1] += 5 * 2
+    with open(path, "r+b") as stream:
+        stream.write(data)
+
+
+CHANGES["shifted"] = shift_lengths
 
 
 @pytest.mark.parametrize(
@@ -62,6 +85,27 @@ def test_a_file_that_changes_is_refused_and_one_that_only_looks_so_is_not(tmp_pa
     path = written(tmp_path)
     answer = launch(1, lambda rank, world: read_after(change, path), process_group=False)[0]
     assert answer == says if says == "same" else (says in answer and str(path) in answer and "never over it" in answer)
+
+
+@pytest.mark.parametrize("change, says", [("cut", "and has 100 now"), ("shifted", "was overwritten"), ("touched", "same"), ("replaced", "same")])
+def test_the_same_of_the_index(tmp_path, change, says):
+    path = written(tmp_path).with_suffix(".idx")
+    answer = launch(1, lambda rank, world: read_after(change, path), process_group=False)[0]
+    assert answer == says if says == "same" else (says in answer and str(path) in answer and "never over it" in answer)
+
+
+def test_lengths_alone_are_looked_at_before_a_step_is_planned(tmp_path):
+    path = written(tmp_path).with_suffix(".idx")
+    corpus = open_corpus([str(path.with_suffix(""))], split="100", read_tokens=False).train
+    corpus.look()
+    time.sleep(0.02)
+    shift_lengths(path)
+    corpus._readers[0]._files[0]._next_look = 0.0
+    config = PlanConfig(max_tokens_per_microbatch=64, global_batch_size=4, data_parallel_size=1)
+    stream = StepStream(TokenBudgetBatchSampler(Planner(corpus.lengths, config)), corpus, data_parallel_rank=0, prefetch_steps=0, plans_only=True)
+    with stream, pytest.raises(StreamError) as refused:
+        stream.next()
+    assert "was overwritten" in str(refused.value.__cause__)
 
 
 def test_mutant_without_a_look_a_cut_file_kills_the_process(tmp_path, monkeypatch):
