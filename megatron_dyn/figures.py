@@ -65,5 +65,7 @@ def as_png(figure: Figure) -> bytes:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file in one move: whoever looks sees the old one or the new one, whole."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb") as handle:  # a new file: never through a link that lay there
+        handle.write(content)
     os.replace(partial, path)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
@@ -63,7 +64,7 @@ class FolderLocks:
     """Locks of one process on folders; another run that wants one is told who holds it. Released when the process ends, however.
 
     Raises:
-        ConfigError: A folder is in use.
+        ConfigError: A folder is in use, or what has the lock's name is not a plain file.
     """
 
     def __init__(self, folders: dict[str, str | None]):
@@ -73,7 +74,7 @@ class FolderLocks:
                 self._take(flag, Path(folder).resolve())
 
     def _take(self, flag: str, folder: Path) -> None:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = _open_lock(flag, folder / LOCK_FILE)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -94,3 +95,19 @@ class FolderLocks:
         for descriptor in self._held.values():
             os.close(descriptor)
         self._held.clear()
+
+
+def _open_lock(flag: str, path: Path) -> int:
+    """Opens the lock itself, never what a link of its name points at: that lies outside the folder."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if not os.path.lexists(path):
+            raise
+        what = {errno.ELOOP: "is a symbolic link", errno.EISDIR: "is not a plain file"}.get(error.errno, f"cannot be opened ({error.strerror})")
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        what = "is not a plain file"
+    raise ConfigError(f"{flag}: {path} {what}, so the folder cannot be locked without writing elsewhere: remove it, or name another folder")

@@ -42,7 +42,8 @@ def strict_json(value: Any, **options: Any) -> str:
 def write_json(path: Path, value: Any) -> None:
     """Writes one JSON document so that `path` always holds either the old document or the whole new one."""
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as handle:
+    partial.unlink(missing_ok=True)
+    with open(partial, "x", encoding="utf-8") as handle:  # a new file: never through a link that lay there
         handle.write(strict_json(value, indent=2) + "\n")
         handle.flush()
         os.fsync(handle.fileno())
@@ -140,7 +141,8 @@ class MetricsFile:
                 os.replace(self.path, self.previous)
             return
         partial = self.path.with_name(f".{self.path.name}.partial")
-        with open(partial, "wb") as kept:
+        partial.unlink(missing_ok=True)
+        with open(partial, "xb") as kept:
             for line, record in _iter_lines(self.path):
                 if record["iteration"] > start_iteration:
                     self.dropped += 1
