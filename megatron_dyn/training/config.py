@@ -74,6 +74,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_timeout_minutes"):
             require(getattr(self, name) >= 1, f"--{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
+        minutes = self.distributed_timeout_minutes
+        require(minutes <= 525_600, f"--distributed-timeout-minutes is {minutes}: more than a year, which no store takes")
         require(
             self.stall_timeout is None or self.stall_timeout == 0 or self.stall_timeout >= 2,
             f"--stall-timeout is {self.stall_timeout}: it must be 0 (never) or at least 2, or a slow step would end healthy runs",

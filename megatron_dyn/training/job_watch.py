@@ -193,11 +193,19 @@ class JobWatch:
         reason = f"no rank has got on for {longest:.0f} s (--stall-timeout {self._stall_secs:g}): the job is ended"
         return board.post(Failure(kind="stalled", rank=None, by=self.rank, reason=reason))
 
+    def _helpers(self) -> list[threading.Thread]:
+        """The run's own background threads, without those of this watch."""
+        others = [thread for thread in threading.enumerate() if thread is not self._main and thread not in self._threads]
+        return [thread for thread in others if _runs_here(thread)]
+
     def _leave_for(self, failure: Failure, board: FailureBoard) -> None:
         mine, watched = failure.by == self.rank, failure.kind in ("silent", "stalled")
         self._progress.end(str(failure))
         if watched:
             where, stack = _stack_of(self._main)
+            for thread in self._helpers():  # what the main thread waits for: data, or the other ranks
+                place_of_it, its_stack = _stack_of(thread)
+                where, stack = f"{where}; {thread.name} at {place_of_it}", f"{stack}\n  thread {thread.name}:\n{its_stack}"
             _say(f"[rank {self.rank}] stands at {place(self._progress.standing)}:\n{stack}")
             board.place(f"{place(self._progress.standing)}, {where}")
         if mine and watched:
@@ -293,6 +301,16 @@ def _stack_of(thread: threading.Thread) -> tuple[str, str]:
     ours = [entry for entry in frames if "megatron_dyn" in entry.filename] or frames
     told = dict.fromkeys(f"{os.path.basename(entry.filename)}:{entry.lineno} ({entry.name})" for entry in (ours[-1], frames[-1]))
     return " > ".join(told), "".join(traceback.format_list(frames)).rstrip()
+
+
+def _runs_here(thread: threading.Thread) -> bool:
+    """Whether a thread is in this package's code, however deep."""
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None:
+        if "megatron_dyn" in frame.f_code.co_filename and not frame.f_code.co_filename.endswith("job_watch.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import sys
+import traceback
 from datetime import timedelta
 
 import torch
@@ -82,6 +83,12 @@ def main(argv: list[str] | None = None, *, stop: StopRequest | None = None) -> i
         print(f"pretrain_gpt_thd.py: error: {error}", file=sys.stderr, flush=True)
         _tell_ranks_that_wait(error)
         return REFUSED
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # a defect, or memory that ran out: the others must not wait for this rank
+        if isinstance(error, SystemExit) and not error.code:  # --help
+            raise
+        traceback.print_exc()
+        _tell_ranks_that_wait(error)
+        return REFUSED
     watch = None
     try:
         meeting = meet(timeout=timedelta(minutes=run.parallel.distributed_timeout_minutes))
@@ -116,7 +123,7 @@ def _watch(run: RunConfig, meeting: Meeting, stop: StopRequest) -> JobWatch:
     return JobWatch(board, hosts_store=meeting.hosts_store, stop=stop, **times).start()
 
 
-def _tell_ranks_that_wait(error: Exception) -> None:
+def _tell_ranks_that_wait(error: BaseException) -> None:
     """A refusal on this rank alone (a file that its node lacks) must not leave the others at the rendezvous until it times out."""
     if uses_launchers_store():  # else it is rank 0's, which may have refused as well
         with contextlib.suppress(RuntimeError):

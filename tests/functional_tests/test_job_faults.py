@@ -184,6 +184,24 @@ def test_a_rank_that_refuses_to_start_ends_every_rank_with_status_2(corpus, tmp_
     assert told.startswith(f"[rank {1 - refusing}] leaving because rank {refusing} refused to start: CorpusError: "), told
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [MemoryError("no room"), SystemExit(3), ValueError("a defect")], ids=lambda error: type(error).__name__)
+def test_a_rank_that_fails_before_the_ranks_have_met_leaves_none_waiting(corpus, tmp_path, monkeypatch, error):
+    open_inputs = launch.Inputs
+
+    def inputs(run):
+        if os.environ["RANK"] == "1":
+            raise error
+        return open_inputs(run)
+
+    monkeypatch.setattr(launch, "Inputs", inputs)
+    with launchers_store() as port:
+        ranks = start(2, run(corpus, tmp_path), tmp_path, port=port)
+        assert ranks.wait(WITHIN_SECS + 15) == [2, 2], ranks.output()
+    assert f"{type(error).__name__}: {error}" in ranks.output(1) and "Traceback" in ranks.output(1)
+    assert ranks.output(0).startswith(f"[rank 0] leaving because rank 1 refused to start: {type(error).__name__}: {error}"), ranks.output(0)
+
+
 @contextlib.contextmanager
 def launchers_store():
     """The store of a launcher, in this process; its port."""

@@ -2,14 +2,19 @@
 """The watch over a job, with ranks that are threads of one process and a store in memory. Whole runs: tests/functional_tests/test_job_faults.py."""
 
 import json
+import re
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dyn.microbatch import StepStream
+from megatron_dyn.microbatch.stream import StreamError
 from megatron_dyn.pipeline.agreement import AgreementError, LostRankError, PlanDisagreement
+from megatron_dyn.planning import PlanConfig, Planner, TokenBudgetBatchSampler
 from megatron_dyn.training import job_watch
 from megatron_dyn.training.checkpoint_files import CheckpointError
 from megatron_dyn.training.failure_board import Failure, FailureBoard
@@ -126,6 +131,34 @@ def test_a_stall_is_told_with_every_ranks_place(capsys):
     said = capsys.readouterr().err
     assert "no rank has got on for" in said and "rank 1: step 7, microbatch 2 of 4 (T 96), forward and backward for" in said
     assert said.count("stands at step 7") == 2 and "test_job_watch.py" in said, "each shows its main thread's stack"
+
+
+def test_a_stall_shows_the_background_thread_that_is_stuck(capsys):
+    """The main thread only waits for it: what it reads is what must be known."""
+    stuck, free = threading.Event(), threading.Event()
+
+    class Corpus:
+        lengths, fingerprint = np.full(8, 4), "x"
+
+        def tokens(self, document, start, length):
+            stuck.set()
+            free.wait(30)
+            return np.zeros(length, dtype=np.int64)
+
+    config = PlanConfig(max_tokens_per_microbatch=8, global_batch_size=2, data_parallel_size=1)
+    stream = StepStream(TokenBudgetBatchSampler(Planner(Corpus.lengths, config, fingerprint="x")), Corpus(), data_parallel_rank=0)
+    reader = threading.Thread(target=lambda: pytest.raises(StreamError, stream.next), daemon=True)
+    reader.start()
+    assert stuck.wait(10)
+    with Job(1, stall_secs=0.4) as job:
+        job.progress[0].end_step()
+        job.progress[0].begin_step(7, 4)
+        job.wait_for_the_end({0})
+    said = capsys.readouterr().err
+    assert f"thread {stream.worker_name}:" in said and "in _build_one_step" in said
+    assert re.search(rf"rank 0: step 7.*{re.escape(stream.worker_name)} at builder.py", said)
+    free.set()
+    stream.close()
 
 
 @pytest.mark.parametrize("who", ["rank 1 gets on", "rank 1 saves", "the first step compiles"])
