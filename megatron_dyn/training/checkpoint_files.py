@@ -19,6 +19,7 @@ the new one, never half of one:
 | while deleting an old checkpoint   | it was renamed to `.deleted-` first, so nobody takes it for a checkpoint |
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ import re
 import shutil
 import uuid
 from pathlib import Path
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable, Iterator, Optional
 
 import torch.distributed as dist
 
@@ -133,24 +134,13 @@ class CheckpointFolder:
         return next(iter(sorted(self.root.glob(f"{final.name}.replaced-*"))), final)
 
     def read_seal(self, iteration: int) -> dict:
-        """The description of a checkpoint, after checking that the seal itself is whole and of a known version."""
-        path = self.path(iteration) / SEAL_NAME
-        try:
-            seal = json.loads(path.read_text(encoding="utf-8"))
-            body = {key: value for key, value in seal.items() if key != "seal_sha256"}
-            whole = seal.get("format") == FORMAT_NAME and "format_version" in seal
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing: {self.path(iteration)} is not a complete checkpoint") from None
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}). {self._older(iteration)}") from error
-        if whole and seal["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has format version {seal['format_version']!r}; this program reads version {FORMAT_VERSION} only. "
-                f"Load it with the program that wrote it ({seal.get('versions')})."
-            )
-        if not whole or seal.get("seal_sha256") != _digest_of_json(body):
-            raise CheckpointError(f"{path} is damaged: its content does not match its own SHA-256. {self._older(iteration)}")
-        return body
+        """The description of a checkpoint, after checking that the seal is whole, of a known version and of this iteration.
+
+        Raises:
+            CheckpointError: naming the seal, what is wrong with it, and the older iteration that is usable.
+        """
+        with self.offering_an_older(iteration):
+            return self._verified_seal(iteration)
 
     def check_files(self, iteration: int, files: "dict[str, dict]", names: Iterable[str]) -> None:
         """Compare files with the size and SHA-256 of the seal.
@@ -158,12 +148,47 @@ class CheckpointFolder:
         Raises:
             CheckpointError: naming the first file that differs, what was found, and the older iteration that is usable.
         """
+        with self.offering_an_older(iteration):
+            self._verify_files(iteration, files, names)
+
+    @contextlib.contextmanager
+    def offering_an_older(self, iteration: int) -> Iterator[None]:
+        """Complete the message of a CheckpointError about this checkpoint with the older one that is whole, and how to go on from it."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{str(error).rstrip('.')}. {self._older(iteration)}") from error
+
+    def _verified_seal(self, iteration: int) -> dict:
+        path = self.path(iteration) / SEAL_NAME
+        try:
+            seal = json.loads(path.read_text(encoding="utf-8"))
+            body = {key: value for key, value in seal.items() if key != "seal_sha256"}
+            whole = seal.get("format") == FORMAT_NAME and "format_version" in seal
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: {self.path(iteration)} is not a complete checkpoint") from None
+        except (ValueError, AttributeError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged ({error})") from error
+        if whole and seal["format_version"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} has format version {seal['format_version']!r}; this program reads version {FORMAT_VERSION} only: "
+                f"load it with the program that wrote it ({seal.get('versions')})"
+            )
+        if not whole or seal.get("seal_sha256") != _digest_of_json(body):
+            raise CheckpointError(f"{path} is damaged: its content does not match its own SHA-256")
+        own = body.get("iteration")
+        if type(own) is not int or own != iteration:  # a folder that was copied or renamed
+            raise CheckpointError(f"{path} is of iteration {own!r}: a run that goes on from {iteration} would have other weights than it says")
+        return body
+
+    def _verify_files(self, iteration: int, files: "dict[str, dict]", names: Iterable[str]) -> None:
+        folder = self.path(iteration)
         for name in names:
             if name != os.path.basename(name):
-                raise CheckpointError(f"{self.path(iteration) / SEAL_NAME} names {name!r}, which lies outside the checkpoint. {self._older(iteration)}")
-            problem = _file_problem(self.path(iteration) / name, files[name])
+                raise CheckpointError(f"{folder / SEAL_NAME} names {name!r}, which lies outside the checkpoint")
+            problem = _file_problem(folder / name, files[name])
             if problem:
-                raise CheckpointError(f"{self.path(iteration) / name} {problem}. {self._older(iteration)}")
+                raise CheckpointError(f"{folder / name} {problem}")
 
     # ---- writing (one rank) --------------------------------------------------------------------------------
 
@@ -236,8 +261,8 @@ class CheckpointFolder:
         """Which older checkpoint is whole, and how to go on from it."""
         for number in reversed([i for i in self.iterations() if i < iteration]):
             try:
-                seal = self.read_seal(number)
-                self.check_files(number, seal["files"], seal["files"])
+                seal = self._verified_seal(number)
+                self._verify_files(number, seal["files"], seal["files"])
             except CheckpointError:
                 continue
             return self._way_out([number])

@@ -175,6 +175,40 @@ def test_an_edited_seal_is_refused(tmp_path, change):
         folder.read_seal(30)
 
 
+def test_a_checkpoint_in_the_folder_of_another_iteration_is_refused_with_the_way_out(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for iteration in (2, 4, 6):
+        write(folder, iteration)
+    for iteration in (4, 6):
+        shutil.rmtree(tmp_path / f"iter_000000{iteration}")
+        shutil.copytree(tmp_path / "iter_0000002", tmp_path / f"iter_000000{iteration}")
+    with pytest.raises(CheckpointError, match=f"iter_0000006/{SEAL_NAME} is of iteration 2.*Iteration 2 is usable: .*write 2 into"):
+        folder.read_seal(6)
+
+
+@pytest.mark.parametrize("iteration", [5, "x", "6", 6.0, None, [6]])
+def test_a_seal_of_another_iteration_than_its_folders_is_refused(tmp_path, iteration):
+    folder = CheckpointFolder(tmp_path)
+    write(folder, 4), write(folder, 6)
+    (tmp_path / "iter_0000006" / SEAL_NAME).unlink()
+    folder.seal(tmp_path / "iter_0000006", {"iteration": iteration}, {})
+    with pytest.raises(CheckpointError, match="is of iteration .*Iteration 4 is usable") as caught:
+        folder.read_seal(6)
+    assert repr(iteration) in str(caught.value)
+
+
+def test_damage_of_every_checkpoint_is_found_in_one_pass(tmp_path, monkeypatch):
+    folder, read_seals = CheckpointFolder(tmp_path), []
+    for iteration in range(1, 13):
+        write(folder, iteration)
+        (tmp_path / f"iter_{iteration:07d}" / SEAL_NAME).write_text("{}")
+    original = CheckpointFolder._verified_seal
+    monkeypatch.setattr(CheckpointFolder, "_verified_seal", lambda self, number: read_seals.append(number) or original(self, number))
+    with pytest.raises(CheckpointError, match="No older checkpoint in this folder is usable"):
+        folder.read_seal(12)
+    assert sorted(read_seals) == list(range(1, 13))
+
+
 def test_unknown_format_versions_and_half_a_seal_are_refused(tmp_path):
     folder = CheckpointFolder(tmp_path)
     write(folder, 30)
