@@ -175,7 +175,11 @@ def raise_failures(what: str, failures: Sequence[str | None], error: BaseExcepti
     Raises:
         AgreementError: Naming every rank that failed.
     """
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(failures):
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    told = [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {text}" for text, ranks in ranks_of.items()]
     if told:
         raise AgreementError(f"{what} cannot start, because {'; '.join(told)}. No rank has begun it") from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dyn.pipeline.agreement import Agreement, AgreementError, ranges, losing_a_rank_during
+from megatron_dyn.pipeline.agreement import Agreement, AgreementError, losing_a_rank_during, raise_failures, ranges
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "functional_tests"))
 from launch import launch, outcomes  # noqa: E402
@@ -96,3 +96,9 @@ def test_only_the_loss_of_a_rank_is_told_as_one(text, told):
         raise RuntimeError(text)
     assert isinstance(raised.value, AgreementError) == told
     assert ("a rank was lost during step 3" in str(raised.value)) == told
+
+
+def test_ranks_that_fail_alike_are_told_once():
+    with pytest.raises(AgreementError) as raised:
+        raise_failures("step 4", ["OSError: cut", None, "OSError: cut", "ValueError: other", "OSError: cut"], None)
+    assert str(raised.value) == "step 4 cannot start, because ranks 0, 2, 4: OSError: cut; rank 3: ValueError: other. No rank has begun it"
