@@ -126,7 +126,9 @@ class MetricsFile:
         self.previous: Path | None = None
         """Where the records of an earlier run were moved to."""
         self._continue_after(start_iteration)
-        self._handle = open(self.path, "a", encoding="utf-8")
+        self._handle = open(self.path, "ab", buffering=0)
+        self._size = self._handle.seek(0, os.SEEK_END)
+        self._waiting: list[bytes] = []
 
     def _continue_after(self, start_iteration: int) -> None:
         if not self.path.exists():
@@ -159,20 +161,43 @@ class MetricsFile:
 
         Raises:
             ValueError: a step that is not after the last one in the file.
-            OSError: the line could not be written.
+            OSError: the line could not be written (a full disk). It is kept, and written with the next one that can be; the file ends with
+                whole lines.
         """
         if isinstance(record, StepRecord):
             if record.iteration <= self.last_iteration:
                 raise ValueError(f"{self.path}: iteration {record.iteration} after iteration {self.last_iteration}: it would be recorded twice")
             self.last_iteration = record.iteration
-        self._handle.write(strict_json(record.as_json()) + "\n")
-        self._handle.flush()
+        self._waiting.append((strict_json(record.as_json()) + "\n").encode())
+        self._write_waiting()
+
+    @property
+    def waiting(self) -> int:
+        """Records that could not be written yet."""
+        return len(self._waiting)
+
+    def _write_waiting(self) -> None:
+        data = memoryview(b"".join(self._waiting))
+        try:
+            written = 0
+            while written < len(data):
+                written += self._handle.write(data[written:])
+        except OSError:
+            self._handle.truncate(self._size)  # no half line, which a reader would take for the end of the run
+            self._handle.seek(self._size)
+            raise
+        self._size += len(data)
+        self._waiting.clear()
 
     def sync(self) -> None:
         """Waits until the disk has every record: done at a checkpoint, so that a resume never finds fewer steps than the checkpoint."""
-        self._handle.flush()
+        self._write_waiting()
         os.fsync(self._handle.fileno())
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
-        self._handle.close()
+        try:
+            if not self._handle.closed:
+                self._write_waiting()
+        finally:
+            self._handle.close()

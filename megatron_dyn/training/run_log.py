@@ -225,12 +225,28 @@ class RunLog:
         self.console.validation(record)
 
     def _write(self, record: StepRecord | ValidationRecord) -> None:
-        if self._file is not None and not self._guarded(str(self._file.path), self._file.append, record):
-            self._file = None
+        if self._file is not None:
+            self._append(self._file, record)
         if self._tensorboard is not None:
             write = self._tensorboard.step if isinstance(record, StepRecord) else self._tensorboard.validation
             if not self._guarded("TensorBoard events", write, record):
                 self._tensorboard = None
+
+    def _append(self, file: MetricsFile, record: StepRecord | ValidationRecord) -> None:
+        """A disk that is full now may have room later: records wait for it."""
+        waited = file.waiting
+        try:
+            file.append(record)
+        except OSError as error:
+            if not waited:
+                self.warning(f"{file.path} could not be written, training goes on and its records wait: {type(error).__name__}: {error}")
+            return
+        except Exception as error:  # a log must not cost a training run
+            self.warning(f"{file.path} could not be written, training goes on without: {type(error).__name__}: {error}")
+            self._file = None
+            return
+        if waited:
+            self.notice(f"{file.path} can be written again: it has the {waited} records that waited")
 
     def notice(self, text: str) -> None:
         """Prints a line of information."""

@@ -58,7 +58,7 @@ def test_a_killed_process_loses_no_finished_line(path, tmp_path):
         "from megatron_dyn.training.metrics_file import MetricsFile\n"
         "file = MetricsFile(sys.argv[1], start_iteration=0)\n"
         "for record in records(5): file.append(record)\n"
-        "file._handle.write('{\"iteration\": 6, \"lm lo'); file._handle.flush()\n"
+        "file._handle.write(b'{\"iteration\": 6, \"lm lo')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path), os.path.dirname(__file__)], capture_output=True, text=True)

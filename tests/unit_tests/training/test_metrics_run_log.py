@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_dyn.__main__ import main
 from megatron_dyn.training import plots
 from megatron_dyn.training.console import RunConsole
+from megatron_dyn.training.metrics_file import read_metrics
 from megatron_dyn.training.run_log import RunLog, TensorBoardSink, write_report
 
 TOTAL = 8
@@ -167,18 +168,37 @@ def test_a_picture_that_cannot_be_drawn_costs_nothing_else(tmp_path, monkeypatch
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_a_full_disk_ends_the_file_and_not_the_training(tmp_path, monkeypatch):
+class FullFor:
+    """A file on a disk that takes half a line and then nothing, until there is room."""
+
+    def __init__(self, handle):
+        self._handle, self.full = handle, True
+
+    def write(self, data):
+        if self.full:
+            self._handle.write(bytes(data[: len(data) // 2]))
+            raise OSError(28, "No space left on device")
+        return self._handle.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self._handle, name)
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_records_wait_while_the_disk_is_full(tmp_path, freed):
     log, output = open_log(tmp_path, tensorboard=False)
     with log:
         train(log, 1, 2)
-
-        def full(_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(log._file, "append", full)
+        log._file._handle = FullFor(log._file._handle)
         train(log, 3, 5)
-    assert output.getvalue().count("No space left on device") == 1, "told once, not every step"
-    assert "iteration 5/8" in output.getvalue()
+        assert [step["iteration"] for step in read_metrics(tmp_path).steps] == [1, 2], "whole lines only"
+        log._file._handle.full = not freed
+        train(log, 6, 6)
+    assert [step["iteration"] for step in read_metrics(tmp_path).steps] == ([1, 2, 3, 4, 5, 6] if freed else [1, 2])
+    said = " ".join(output.getvalue().split())  # lines are as wide as the console
+    assert said.count("training goes on and its records wait") == 1, "told once, not every step"
+    assert ("records that waited" in said) == freed and "iteration 6/8" in said
+    assert ("training goes on without" in said) != freed, "what is lost at the end is told"
 
 
 def test_a_gap_is_told(tmp_path):
