@@ -260,7 +260,7 @@ class RunLog:
         """Tells of a saved checkpoint and makes the records up to it durable."""
         if not self.enabled:
             return
-        if self._file is not None:
+        if self._file is not None and not self._file.waiting:  # what waits has been told
             self._guarded(str(self._file.path), self._file.sync)
         if self._tensorboard is not None:
             self._guarded("TensorBoard events", self._tensorboard.flush)
