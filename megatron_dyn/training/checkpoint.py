@@ -207,7 +207,12 @@ class CheckpointManager:
         names = sorted(seal["files"])[rank :: dist.get_world_size()]
         on_every_rank(f"load iteration {iteration}", lambda: folder.check_files(iteration, seal["files"], names))
         path = folder.path(iteration)
-        on_every_rank(f"load iteration {iteration}", lambda: require_data_only(path))
+
+        def require_own() -> None:
+            with folder.offering_an_older(iteration):
+                require_data_only(path)
+
+        on_every_rank(f"load iteration {iteration}", require_own)
         restores_rng = _can_restore_rng(seal)
         model_state = _model_state(models)
         saved = saved_tensors(path)
@@ -229,7 +234,8 @@ class CheckpointManager:
         request = {**model_state, "optimizer_tensors": wanted}
         if restores_rng:
             request["generators"] = rng_object(None)
-        loaded = read_state(request, path)
+        with folder.offering_an_older(iteration):
+            loaded = read_state(request, path)
         _load_models(models, loaded)
         if part is not None:
             part.restore(loaded["optimizer_tensors"], groups, loaded["optimizer_groups"]["step"])

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 SEAL_NAME = "megatron_dyn.json"
+COMMON_NAME = "common.pt"
 FORMAT_NAME = "megatron_dyn checkpoint"
 FORMAT_VERSION = 1
 

@@ -7,6 +7,7 @@ rank. So the state is prepared by Megatron, laid out by Megatron's planner, and 
 """
 
 import io
+import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed import checkpoint as dcp
 
-from megatron_dyn.training.checkpoint_files import CheckpointError, on_every_rank
+from megatron_dyn.training.checkpoint_files import COMMON_NAME, CheckpointError, on_every_rank
+from megatron_dyn.training.checkpoint_safety import first_foreign_part
 
-COMMON_NAME = "common.pt"
 _BACKEND = ("torch_dist", 1)
 
 
@@ -81,13 +82,17 @@ def read_state(requested: dict, folder: Path) -> dict:
     """Read the requested tensors (into place where they have data) and the common state; collective.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not read.
+        CheckpointError: on every rank, when any rank could not read; a file that holds more than data is named.
     """
     try:
         with warnings.catch_warnings():  # of PyTorch about the names that Megatron's loader still uses
             warnings.filterwarnings("ignore", message=".*(load_state_dict.* is deprecated|deprecating ShardedTensor)", category=FutureWarning)
             return dist_checkpointing.load(requested, str(folder))
     except dcp.api.CheckpointException as error:
+        if any(isinstance(failure, pickle.UnpicklingError) for failure, _ in error.failures.values()):  # does not say of which file
+            foreign = on_every_rank(f"look through {folder}", lambda: first_foreign_part(folder) if dist.get_rank() == 0 else None)[0]
+            if foreign:
+                raise CheckpointError(foreign) from error
         reasons = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(error.failures.items()))
         raise CheckpointError(f"could not read the tensors of {folder}: {reasons}") from error
 
