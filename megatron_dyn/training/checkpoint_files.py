@@ -26,6 +26,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import uuid
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional
@@ -110,22 +111,19 @@ class CheckpointFolder:
         tracker = self.root / TRACKER_NAME
         usable = self.iterations()
         try:
-            text = tracker.read_text(encoding="utf-8").strip()
-        except FileNotFoundError:
+            tracked = tracked_iteration(tracker)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}, so it is not known where to resume. {self._way_out(usable)}") from error
+        if tracked is None:
             if usable:  # killed between the rename and the first writing of the tracker
                 logger.warning("%s is missing; using the newest complete checkpoint, iteration %d", tracker, usable[-1])
             return usable[-1] if usable else None
-        if not re.fullmatch(r"\d+", text):
+        if tracked not in usable:
             raise CheckpointError(
-                f"{tracker} holds {text[:40]!r} instead of an iteration number, so it is not known where to resume. "
-                f"{self._way_out(usable)}"
-            )
-        if int(text) not in usable:
-            raise CheckpointError(
-                f"{tracker} names iteration {text}, but {self._final(int(text))} is not a complete checkpoint "
+                f"{tracker} names iteration {tracked}, but {self._final(tracked)} is not a complete checkpoint "
                 f"(no {SEAL_NAME} in it). {self._way_out(usable)}"
             )
-        return int(text)
+        return tracked
 
     def path(self, iteration: int) -> Path:
         """Where a complete checkpoint lies (after a rewrite was killed: under its `.replaced-` name)."""
@@ -273,6 +271,30 @@ class CheckpointFolder:
         if not usable:
             return "No complete checkpoint was found in this folder."
         return f"Iteration {usable[-1]} is usable: to resume there, write {usable[-1]} into {self.root / TRACKER_NAME}."
+
+
+def tracked_iteration(tracker: Path) -> Optional[int]:
+    """The iteration that a tracker file names; None when there is no such file. Never waits, as reading a pipe would.
+
+    Raises:
+        CheckpointError: it is not a plain file, cannot be read, or holds anything but an iteration number.
+    """
+    try:
+        descriptor = os.open(tracker, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            content = os.read(descriptor, 1000) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error.strerror})") from error
+    if content is None:
+        raise CheckpointError(f"{tracker} is not a plain file (remove it)")
+    text = content.decode("utf-8", errors="backslashreplace").strip()
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}{' and more' if text[40:] else ''} instead of an iteration number")
+    return int(text)
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> "dict[str, dict]":

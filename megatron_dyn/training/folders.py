@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folders a run writes into: writable, not in use by another run, and not another run's."""
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -10,10 +9,10 @@ import stat
 import tempfile
 from pathlib import Path
 
+from megatron_dyn.training.checkpoint_files import TRACKER_NAME, CheckpointError, tracked_iteration
 from megatron_dyn.training.config import CheckpointConfig, ConfigError
 
 LOCK_FILE = ".megatron-dyn.lock"
-_TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 
 
 def require_writable(flag: str, folder: str | None) -> None:
@@ -39,21 +38,24 @@ def require_continuation(checkpoint: CheckpointConfig) -> None:
 
     Raises:
         ConfigError: `--load` names another folder than `--save` and holds no checkpoint; or `--save` holds checkpoints, and `--load` does
-            not name the same folder.
+            not name the same folder; or it is damaged, so that nobody knows.
     """
     load, save = (None if folder is None else Path(folder).resolve() for folder in (checkpoint.load, checkpoint.save))
     if load is not None and load == save:
         return
-    if load is not None and not (load / _TRACKER).is_file():
-        above = f" (it is one iteration; name the folder above it: {load.parent})" if (load.parent / _TRACKER).is_file() else ""
+    if load is not None and not (load / TRACKER_NAME).exists():
+        above = f" (it is one iteration; name the folder above it: {load.parent})" if (load.parent / TRACKER_NAME).is_file() else ""
         raise ConfigError(
             f"--load {checkpoint.load} holds no checkpoint{above}: the run would start from scratch. Name the folder that holds "
-            f"{_TRACKER}, leave --load out, or give --save the same folder to begin a run that continues from there"
+            f"{TRACKER_NAME}, leave --load out, or give --save the same folder to begin a run that continues from there"
         )
     if save is None:
         return
-    with contextlib.suppress(OSError):
-        latest = (Path(checkpoint.save) / _TRACKER).read_text(encoding="utf-8").strip()
+    try:
+        latest = tracked_iteration(Path(checkpoint.save) / TRACKER_NAME)
+    except CheckpointError as error:
+        raise ConfigError(f"--save: {error}, so it is not known whether a run would be buried: mend it, or name another folder") from error
+    if latest is not None:
         raise ConfigError(
             f"--save {checkpoint.save} holds iteration {latest} of an earlier run, which this run would bury under its own: "
             f"continue it with --load {checkpoint.save}, or name another folder"

@@ -124,6 +124,26 @@ def test_a_damaged_tracker_is_refused_with_the_way_out(tmp_path, text):
         folder.latest()
 
 
+DAMAGED_TRACKERS = {  # how it is made, and what is said of it
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe"), r"holds '\\\\xff\\\\xfe' instead of an iteration number"),
+    "5,000 digits": (lambda path: path.write_text("2" * 5000), "holds '2{40}' and more instead of an iteration number"),
+    "digits of another script": (lambda path: path.write_text("\u0662\u0660"), "holds '..' instead of an iteration number"),
+    "a folder": (lambda path: path.mkdir(), "is not a plain file .remove it."),
+    "a pipe": (os.mkfifo, "is not a plain file .remove it."),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "cannot be read .*symbolic links"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGED_TRACKERS)
+def test_a_tracker_that_is_no_short_text_is_refused_with_the_way_out(tmp_path, how):
+    folder, (make, expected) = CheckpointFolder(tmp_path), DAMAGED_TRACKERS[how]
+    write(folder, 10), write(folder, 20)
+    (tmp_path / TRACKER_NAME).unlink()
+    make(tmp_path / TRACKER_NAME)
+    with pytest.raises(CheckpointError, match=f"{TRACKER_NAME} {expected}.*Iteration 20 is usable.*write 20 into"):
+        folder.latest()
+
+
 def test_a_tracker_that_names_a_missing_checkpoint_is_refused(tmp_path):
     folder = CheckpointFolder(tmp_path)
     write(folder, 10)

@@ -5,8 +5,9 @@ import os
 
 import pytest
 
-from megatron_dyn.training.config import ConfigError
-from megatron_dyn.training.folders import LOCK_FILE, FolderLocks
+from megatron_dyn.training.checkpoint_files import TRACKER_NAME
+from megatron_dyn.training.config import CheckpointConfig, ConfigError
+from megatron_dyn.training.folders import LOCK_FILE, FolderLocks, require_continuation
 from megatron_dyn.training.metrics_file import write_json
 
 
@@ -58,3 +59,23 @@ def test_a_document_is_not_written_through_a_link_of_its_partial_name(folders, d
     assert (run / "summary.json").read_text() == '{\n  "a": 1\n}\n' and not (run / "summary.json").is_symlink()
     assert outside.exists() != dangling
     assert dangling or outside.read_text() == "precious\n"
+
+
+@pytest.mark.parametrize("how", ["no text", "a folder", "a pipe"])
+def test_a_damaged_tracker_under_save_is_refused_by_name(folders, how):
+    run, _ = folders
+    {"no text": lambda path: path.write_bytes(b"\xff\xfe"), "a folder": os.mkdir, "a pipe": os.mkfifo}[how](run / TRACKER_NAME)
+    with pytest.raises(ConfigError, match=f"--save: .*{TRACKER_NAME} (holds|is not a plain file).*name another folder"):
+        require_continuation(CheckpointConfig(save=str(run)))
+    require_continuation(CheckpointConfig(load=str(run)))  # there is something to load: it is refused when it is read
+
+
+def test_a_run_that_would_bury_another_is_refused_and_an_empty_folder_is_not(folders):
+    run, _ = folders
+    require_continuation(CheckpointConfig(save=str(run)))
+    with pytest.raises(ConfigError, match="--load .* holds no checkpoint"):
+        require_continuation(CheckpointConfig(load=str(run)))
+    (run / TRACKER_NAME).write_text("6\n")
+    with pytest.raises(ConfigError, match="holds iteration 6 of an earlier run"):
+        require_continuation(CheckpointConfig(save=str(run)))
+    require_continuation(CheckpointConfig(save=str(run), load=str(run)))
