@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
-from megatron_dyn.training.checkpoint_files import CheckpointError, CheckpointFolder, digest_files, on_every_rank
+from megatron_dyn.training.checkpoint_disk import digest_files
+from megatron_dyn.training.checkpoint_files import CheckpointError, CheckpointFolder, on_every_rank
 from megatron_dyn.training.checkpoint_optimizer import OptimizerPart
 from megatron_dyn.training.checkpoint_run import (
     RNG_KEY,

@@ -20,18 +20,18 @@ the new one, never half of one:
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import re
-import shutil
 import stat
 import uuid
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional
 
 import torch.distributed as dist
+
+from megatron_dyn.training.checkpoint_disk import digest_of_json, file_problem, flush, remove_folder, write_flushed
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class CheckpointFolder:
                 f"{path} has format version {seal['format_version']!r}; this program reads version {FORMAT_VERSION} only: "
                 f"load it with the program that wrote it ({seal.get('versions')})"
             )
-        if not whole or seal.get("seal_sha256") != _digest_of_json(body):
+        if not whole or seal.get("seal_sha256") != digest_of_json(body):
             raise CheckpointError(f"{path} is damaged: its content does not match its own SHA-256")
         own = body.get("iteration")
         if type(own) is not int or own != iteration:  # a folder that was copied or renamed
@@ -185,7 +185,7 @@ class CheckpointFolder:
         for name in names:
             if name != os.path.basename(name):
                 raise CheckpointError(f"{folder / SEAL_NAME} names {name!r}, which lies outside the checkpoint")
-            problem = _file_problem(folder / name, files[name])
+            problem = file_problem(folder / name, files[name])
             if problem:
                 raise CheckpointError(f"{folder / name} {problem}")
 
@@ -203,11 +203,11 @@ class CheckpointFolder:
         """Write the seal: from here on the folder is complete, though not yet under its name."""
         body = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION, **description, "files": files}
         body = json.loads(json.dumps(body))  # as it will be read back: tuples are lists, keys are text
-        text = json.dumps({**body, "seal_sha256": _digest_of_json(body)}, indent=1)
+        text = json.dumps({**body, "seal_sha256": digest_of_json(body)}, indent=1)
         for name in files:
-            _flush(staging / name)
-        _write_flushed(staging / SEAL_NAME, text)
-        _flush(staging)
+            flush(staging / name)
+        write_flushed(staging / SEAL_NAME, text)
+        flush(staging)
 
     def publish(self, staging: Path, iteration: int) -> Path:
         """Give a sealed folder its name and let the tracker name it. Both steps are atomic, in this order."""
@@ -215,12 +215,12 @@ class CheckpointFolder:
         if final.exists():
             os.rename(final, f"{final}.replaced-{uuid.uuid4().hex[:8]}")
         os.rename(staging, final)
-        _flush(self.root)
+        flush(self.root)
         fresh = self.root / f"{TRACKER_NAME}.tmp"
         fresh.unlink(missing_ok=True)
-        _write_flushed(fresh, str(iteration))
+        write_flushed(fresh, str(iteration))
         os.replace(fresh, self.root / TRACKER_NAME)
-        _flush(self.root)
+        flush(self.root)
         return final
 
     def prune(self, iteration: int, keep_last: Optional[int]) -> "list[int]":
@@ -232,7 +232,7 @@ class CheckpointFolder:
         for number in doomed:
             aside = Path(f"{self._final(number)}.deleted-{uuid.uuid4().hex[:8]}")
             os.rename(self._final(number), aside)  # first the name: half a folder must not look like a checkpoint
-            _remove(aside)
+            remove_folder(aside)
         return doomed
 
     def sweep(self) -> None:
@@ -248,7 +248,7 @@ class CheckpointFolder:
                 continue
             if leftover[2] == "tmp":
                 logger.warning("removing %s: left by an interrupted save", path)
-            _remove(path)
+            remove_folder(path)
 
     def _entries(self) -> "list[Path]":
         return sorted(self.root.iterdir()) if self.root.is_dir() else []
@@ -295,59 +295,3 @@ def tracked_iteration(tracker: Path) -> Optional[int]:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError(f"{tracker} holds {text[:40]!r}{' and more' if text[40:] else ''} instead of an iteration number")
     return int(text)
-
-
-def digest_files(folder: Path, names: Iterable[str]) -> "dict[str, dict]":
-    """Size in bytes and SHA-256 of files, as the seal holds them."""
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": _digest_of_file(folder / name)} for name in names}
-
-
-def _file_problem(path: Path, expected: dict) -> Optional[str]:
-    try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"is damaged: it has {size} bytes, {expected['bytes']} were written"
-        found = _digest_of_file(path)
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error})"
-    if found != expected["sha256"]:
-        return f"is damaged: its SHA-256 is {found[:12]}..., {expected['sha256'][:12]}... was written"
-    return None
-
-
-def _digest_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while chunk := stream.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _digest_of_json(body: dict) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _remove(path: Path) -> None:
-    """A checkpoint's folder; of a link to one the link alone, since what it points to lies elsewhere."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
-
-
-def _write_flushed(path: Path, text: str) -> None:
-    with open(path, "x", encoding="utf-8") as stream:  # a new file: never through a link that lay there
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder: a rename is durable only after its folder is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,8 @@ from launch import launch, outcomes
 
 from megatron_dyn.training import checkpoint
 from megatron_dyn.training.checkpoint import CheckpointError, CheckpointManager
-from megatron_dyn.training.checkpoint_files import FORMAT_NAME, FORMAT_VERSION, SEAL_NAME, TRACKER_NAME, CheckpointFolder, digest_files
+from megatron_dyn.training.checkpoint_disk import digest_files
+from megatron_dyn.training.checkpoint_files import FORMAT_NAME, FORMAT_VERSION, SEAL_NAME, TRACKER_NAME, CheckpointFolder
 
 
 def refusal(act) -> str:

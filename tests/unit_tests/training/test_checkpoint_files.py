@@ -9,7 +9,8 @@ import shutil
 import pytest
 
 from megatron_dyn.training import checkpoint_files
-from megatron_dyn.training.checkpoint_files import SEAL_NAME, TRACKER_NAME, CheckpointError, CheckpointFolder, digest_files
+from megatron_dyn.training.checkpoint_disk import digest_files
+from megatron_dyn.training.checkpoint_files import SEAL_NAME, TRACKER_NAME, CheckpointError, CheckpointFolder
 
 
 def write(folder: CheckpointFolder, iteration: int, content: str = "", keep_last=None) -> None:
@@ -109,7 +110,7 @@ def test_layout_is_megatrons_and_the_newest_are_kept(tmp_path):
 def test_nothing_is_deleted_when_the_new_checkpoint_does_not_get_complete(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path)
     write(folder, 10)
-    monkeypatch.setattr(checkpoint_files, "_write_flushed", lambda path, text: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(checkpoint_files, "write_flushed", lambda path, text: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
         write(folder, 20, keep_last=1)
     assert folder.latest() == 10 and read(folder, 10) == ""
