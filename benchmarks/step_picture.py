@@ -47,8 +47,8 @@ def kernels(trace: Path) -> list[tuple[float, float, str]]:
     """(begin, end, name) in microseconds, sorted."""
     with gzip.open(trace) as stream:
         events = json.load(stream)["traceEvents"]
-    found = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return sorted(found)
+    on_device = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in on_device)
 
 
 def busy(spans: list[tuple[float, float, str]]) -> float:
@@ -84,7 +84,8 @@ def main() -> None:
     print(f"{profile['device']}, {profile['parameters'] / 1e6:.0f}M parameters, {profile['settings']}")
     print(f"{tokens} tokens in {seconds:.3f} s: {tokens / seconds:.0f} a second, {seconds / microbatches * 1e3:.1f} ms a microbatch")
     print(f"device busy {device_seconds * tokens / seconds:.1%} of it (under the profiler {busy(spans) / (spans[-1][1] - spans[0][0]):.1%})")
-    print(f"arithmetic floor {arithmetic:.3f} s ({arithmetic / seconds:.1%}: the MFU), memory floor without activations {memory:.3f} s ({memory / seconds:.1%})")
+    print(f"arithmetic floor {arithmetic:.3f} s ({arithmetic / seconds:.1%}: the MFU)")
+    print(f"memory floor without activations {memory:.3f} s ({memory / seconds:.1%})")
     for name, value in times.most_common():
         print(f"  {value / sum(times.values()):6.1%} {value / traced_tokens * 1e9:8.1f} ns a token {counts[name]:6d} kernels  {name}")
     draw(profile, spans, times, own.output or own.folder / "step.png", arithmetic / tokens, device_seconds, seconds / tokens)
@@ -120,7 +121,8 @@ def draw(profile: dict, spans: list, times: collections.Counter, path: Path, flo
     for row, value in ((0, floor), (1, device), (2, whole)):
         bars.text(value * 1e9, row, f" {value * 1e9:.0f}", va="center")
     bars.set_xlim(0, whole * 1e9 * 1.08)
-    figure.legend(handles=[Patch(color=COLOURS[name], label=name) for name, _ in times.most_common()], loc="outside lower center", ncols=4, frameon=False)
+    patches = [Patch(color=COLOURS[name], label=name) for name, _ in times.most_common()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 

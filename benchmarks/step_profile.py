@@ -72,7 +72,7 @@ class Waits:
         if not device.has_gpu():
             yield
             return
-        originals = {(owner, name): getattr(owner, name) for owner, name in ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"))}
+        originals = {(holder, "synchronize"): holder.synchronize for holder in (torch.cuda, torch.cuda.Event, torch.cuda.Stream)}
         for (holder, name), original in originals.items():
             setattr(holder, name, self._noting(original))
         torch.cuda.set_sync_debug_mode("warn")
@@ -243,9 +243,11 @@ def main() -> None:
     with torch.profiler.profile(activities=activities) as traced:
         train(trainer)
     found = {
-        "device": device.device_name(), "torch": torch.__version__, "parameters": harness.parameters, "settings": {k: str(v) for k, v in vars(own).items() if k not in ("output", "data_path")},
+        "device": device.device_name(), "torch": torch.__version__, "parameters": harness.parameters,
+        "settings": {name: str(value) for name, value in vars(own).items() if name not in ("output", "data_path")},
         "bf16_product_flops": harness.rate, "copy_bytes_per_second": copy_rate(),
-        "steps": described(steps), "operations": operations, "traced_steps": described(traced_records.steps), "waits_in_two_steps": dict(waits.found.most_common()), "host": samples.shares(),
+        "steps": described(steps), "operations": operations, "traced_steps": described(traced_records.steps),
+        "waits_in_two_steps": dict(waits.found.most_common()), "host": samples.shares(),
     }  # fmt: skip
     if own.rounds:
         found["shapes"] = new_shapes(trainer.stepper, harness.run, own.vocab_size, budget=own.budget, rounds=own.rounds)
@@ -256,7 +258,8 @@ def main() -> None:
             shutil.copyfileobj(plain, packed)
         trace.unlink()
         (own.output / "profile.json").write_text(json.dumps(found, indent=1) + "\n")
-        print(json.dumps({name: found[name] for name in ("waits_in_two_steps", "host")} | {"shapes": {k: v for k, v in found.get("shapes", {}).items() if k != "seconds"}}, indent=1))
+        shapes = {name: value for name, value in found.get("shapes", {}).items() if name != "seconds"}
+        print(json.dumps({name: found[name] for name in ("waits_in_two_steps", "host")} | {"shapes": shapes}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 

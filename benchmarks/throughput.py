@@ -6,9 +6,9 @@
 
 The model is built once; for each recomputation, corpus and budget, all ways then train the same documents, a few steps each in turn,
 with `training.loop.Trainer`: planning, prefetch, agreement, update and record are all in the time. The first step of a turn is left
-out. "/ dynamic" compares with the first way step by step (the same documents), and is the median of the steps. "pad-to-max" would take minutes a step on
-a heavy tail: it runs the first documents of each step only, about as many rows as the others, and its rows a second, which do not
-depend on the documents, times the share of real tokens in the whole steps are its real tokens a second.
+out. "/ dynamic" compares with the first way step by step (the same documents), and is the median of the steps. "pad-to-max" would
+take minutes a step on a heavy tail: it runs the first documents of each step only, about as many rows as the others, and its rows a
+second, which do not depend on the documents, times the share of real tokens in the whole steps are its real tokens a second.
 
 MFU counts the operations of the real tokens (attention by the squared lengths that it spans, no recomputation) against the rate of a bf16
 product of 8192 x 8192 x 8192 measured in the same process. Writes throughput.json, and the table to standard output.
@@ -219,7 +219,7 @@ def _retries() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data-path", nargs="+", required=True, metavar="NAME=PREFIX[@N]", help=".bin/.idx corpora; @N: N times as many documents a step")
+    parser.add_argument("--data-path", nargs="+", required=True, metavar="NAME=PREFIX[@N]", help="corpora; @N: N times as many documents a step")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--model", choices=MODELS, default="0.6b")
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
@@ -241,7 +241,8 @@ def main() -> None:
     flags = (
         f"{MODELS[own.model]} {PRECISIONS[own.precision]} --swiglu --untie-embeddings-and-output-weights "
         f"--data-path none --vocab-size {own.vocab_size} --max-tokens-per-microbatch {max(own.budgets)} --global-batch-size {max(own.documents)} "
-        f"--microbatching fixed-count --documents-per-microbatch {own.documents_per_microbatch} --lr 1e-4 --train-iters 100000 --eval-iters 0 {own.run_flags}"
+        f"--microbatching fixed-count --documents-per-microbatch {own.documents_per_microbatch} --lr 1e-4 --train-iters 100000 "
+        f"--eval-iters 0 {own.run_flags}"
     )
     harness = Harness(parse_arguments(flags.split(), world_size=world_size_from_environment()), own.vocab_size, own.steps, own.warmup)
     first = dist.get_rank() == 0
@@ -251,7 +252,8 @@ def main() -> None:
         rate = f", {harness.rate / 1e12:.0f} TFLOP/s in a bf16 product" if harness.rate else ""
         print(f"{own.model}: {harness.parameters / 1e6:.0f}M parameters, {own.precision}; {device.device_name()}{rate}")
         print(
-            f"{'recompute':<10}{'corpus':<9}{'B':>6} {'way':<14}{'tokens/s':>9}{'(min, max)':>17}{'slots/s':>9}{'/ dynamic':>10}{'step s':>8}{'mb':>5}{'T':>5}"
+            f"{'recompute':<10}{'corpus':<9}{'B':>6} {'way':<14}{'tokens/s':>9}{'(min, max)':>17}{'slots/s':>9}{'/ dynamic':>10}{'step s':>8}{'mb':>5}"
+            f"{'T':>5}"
             f"{'MFU':>7}{'data':>7}{'peak':>7}{'GiB':>7}{'retries':>8}"
         )
     for recompute in own.recompute:
