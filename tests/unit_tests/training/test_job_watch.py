@@ -186,7 +186,8 @@ def test_a_store_that_is_gone_ends_the_rank_unless_it_was_asked_to_stop(capsys):
     try:
         for asked in (True, False):
             stop.requested, ended = asked, []
-            watch = JobWatch(Gone(dist.HashStore(), rank=1, world=2), hosts_store=False, heartbeat_secs=9, stall_secs=0, stop=stop, end=ended.append)
+            board = Gone(dist.HashStore(), rank=1, world=2)  # with a progress of its own: that of the process would stay ended
+            watch = JobWatch(board, hosts_store=False, progress=Progress(), heartbeat_secs=9, stall_secs=0, stop=stop, end=ended.append)
             watch.start()
             time.sleep(0.3)
             watch.close()
