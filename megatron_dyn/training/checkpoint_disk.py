@@ -1,12 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single files of a checkpoint: digests, and writing that survives a power cut and follows no link."""
+"""Single files of a checkpoint: the tracker, digests, and writing that survives a power cut and follows no link. No torch is needed."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 from pathlib import Path
 from typing import Iterable, Optional
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, or cannot be used here. Raised on every rank with the same reason."""
+
+
+def tracked_iteration(tracker: Path) -> Optional[int]:
+    """The iteration that a tracker file names; None when there is no such file. Never waits, as reading a pipe would.
+
+    Raises:
+        CheckpointError: it is not a plain file, cannot be read, or holds anything but an iteration number.
+    """
+    try:
+        descriptor = os.open(tracker, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            content = os.read(descriptor, 1000) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error.strerror})") from error
+    if content is None:
+        raise CheckpointError(f"{tracker} is not a plain file (remove it)")
+    text = content.decode("utf-8", errors="backslashreplace").strip()
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}{' and more' if text[40:] else ''} instead of an iteration number")
+    return int(text)
 
 
 def digest_files(folder: Path, names: Iterable[str]) -> "dict[str, dict]":

@@ -24,18 +24,25 @@ import json
 import logging
 import os
 import re
-import stat
 import uuid
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional
 
 import torch.distributed as dist
 
-from megatron_dyn.training.checkpoint_disk import digest_of_json, file_problem, flush, remove_folder, write_flushed
+from megatron_dyn.training.checkpoint_disk import (
+    TRACKER_NAME,
+    CheckpointError,
+    digest_of_json,
+    file_problem,
+    flush,
+    remove_folder,
+    tracked_iteration,
+    write_flushed,
+)
 
 logger = logging.getLogger(__name__)
 
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
 SEAL_NAME = "megatron_dyn.json"
 COMMON_NAME = "common.pt"
 FORMAT_NAME = "megatron_dyn checkpoint"
@@ -43,10 +50,6 @@ FORMAT_VERSION = 1
 
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"iter_(\d{7,})\.(tmp|deleted|replaced)-[0-9a-f]+")
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or cannot be used here. Raised on every rank with the same reason."""
 
 
 def on_every_rank(what: str, work: Callable[[], Any]) -> list:
@@ -271,27 +274,3 @@ class CheckpointFolder:
         if not usable:
             return "No complete checkpoint was found in this folder."
         return f"Iteration {usable[-1]} is usable: to resume there, write {usable[-1]} into {self.root / TRACKER_NAME}."
-
-
-def tracked_iteration(tracker: Path) -> Optional[int]:
-    """The iteration that a tracker file names; None when there is no such file. Never waits, as reading a pipe would.
-
-    Raises:
-        CheckpointError: it is not a plain file, cannot be read, or holds anything but an iteration number.
-    """
-    try:
-        descriptor = os.open(tracker, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            content = os.read(descriptor, 1000) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{tracker} cannot be read ({error.strerror})") from error
-    if content is None:
-        raise CheckpointError(f"{tracker} is not a plain file (remove it)")
-    text = content.decode("utf-8", errors="backslashreplace").strip()
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}{' and more' if text[40:] else ''} instead of an iteration number")
-    return int(text)

@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from megatron_dyn.training.checkpoint_files import TRACKER_NAME, CheckpointError, tracked_iteration
+from megatron_dyn.training.checkpoint_disk import TRACKER_NAME, CheckpointError, tracked_iteration
 from megatron_dyn.training.config import CheckpointConfig, ConfigError
 
 LOCK_FILE = ".megatron-dyn.lock"
