@@ -194,8 +194,8 @@ class JobWatch:
         return board.post(Failure(kind="stalled", rank=None, by=self.rank, reason=reason))
 
     def _helpers(self) -> list[threading.Thread]:
-        """The run's own background threads, without those of this watch."""
-        others = [thread for thread in threading.enumerate() if thread is not self._main and thread not in self._threads]
+        """The run's own background threads, without those of a watch."""
+        others = [thread for thread in threading.enumerate() if thread is not self._main and not thread.name.startswith("job-")]
         return [thread for thread in others if _runs_here(thread)]
 
     def _leave_for(self, failure: Failure, board: FailureBoard) -> None:
